@@ -1,0 +1,51 @@
+# One word each: `make demo`, `make check`, `make test`, `make test-long`. Each makes what it needs.
+PYTHON ?= $(shell command -v python3.12 >/dev/null 2>&1 && python3.12 --version >/dev/null 2>&1 && echo python3.12 || \
+            (command -v python3.11 >/dev/null 2>&1 && python3.11 --version >/dev/null 2>&1 && echo python3.11 || echo python3))
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo install check lint types unit contract scenarios test test-long bench clean
+
+demo: $(VENV)/installed
+	$(BIN)/pdgate demo
+
+install: $(VENV)/installed-dev
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if v in ((3, 11), (3, 12)) else "pdgate needs Python 3.11 or 3.12 and found %d.%d: set PYTHON=/path/to/python3.11" % v)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade "pip>=24"
+
+$(VENV)/installed: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	@touch $@
+
+$(VENV)/installed-dev: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@ $(VENV)/installed
+
+lint: $(VENV)/installed-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(VENV)/installed-dev
+	$(BIN)/mypy
+
+unit: $(VENV)/installed-dev
+	$(BIN)/pytest tests/test_architecture.py tests/unit tests/property -m 'not long'
+
+contract: $(VENV)/installed-dev
+	$(BIN)/pytest tests/contract -m 'not long'
+
+scenarios: $(VENV)/installed-dev
+	$(BIN)/pytest tests/scenarios -m 'not long'
+
+check: lint types unit
+
+test: check contract scenarios
+
+test-long: $(VENV)/installed-dev
+	$(BIN)/pytest tests -m long --timeout 3600
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

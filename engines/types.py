@@ -1,0 +1,293 @@
+"""The words that every part of pdgate shares: instances, what is known of them, outcomes, timing.
+
+A leaf: standard library only, no I/O, no clock. Everything here is frozen data, or a pure function over it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NewType
+
+EngineId = NewType("EngineId", str)
+"""Names one server of the fleet; stable over its restarts (pdgate uses the base URL)."""
+
+
+class Role(StrEnum):
+    """What a server does for a request."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    PLAIN = "plain"
+
+
+class Leg(StrEnum):
+    """The half of an attempt that runs on one server."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Health(StrEnum):
+    """Whether new rooms may be sent to a server."""
+
+    UNKNOWN = "unknown"
+    READY = "ready"
+    SUSPECTED = "suspected"
+    NOT_READY = "not_ready"
+    LEAKING = "leaking"
+
+
+class FailureKind(StrEnum):
+    """How the exchange of one leg went wrong, as seen on the wire."""
+
+    CONNECT = "connect"
+    """No connection, hence no work was done."""
+    RESET = "reset"
+    """The connection was lost before a whole answer had come."""
+    TIMEOUT = "timeout"
+    """A deadline of ours passed."""
+    STATUS = "status"
+    """An HTTP status of 400 or more."""
+    STREAM_ERROR = "stream_error"
+    """An error event inside a stream that had begun with 200."""
+    ABORTED = "aborted"
+    """A 200 answer, or a stream, that ended with finish_reason abort."""
+    TRUNCATED = "truncated"
+    """End of the stream without its terminator."""
+    GARBLED = "garbled"
+    """An answer that is not what the protocol says."""
+
+
+class Stage(StrEnum):
+    """How far a request had come when something happened to it."""
+
+    ADMISSION = "admission"
+    QUEUED = "queued"
+    DISPATCHED = "dispatched"
+    HANDED_OVER = "handed_over"
+    STREAMING = "streaming"
+    DONE = "done"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How one leg failed: one outcome a leg, never one for both.
+
+    `definite` says that the engine surely did no work for it. `status` is the HTTP status or the `code` of an
+    error event; `message` is the engine's own text, for logs and for the classification table.
+    """
+
+    engine_id: EngineId
+    leg: Leg
+    kind: FailureKind
+    stage: Stage
+    message: str
+    status: int | None = None
+    definite: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CacheFormat:
+    """What two servers must share for KV to move between them; compared field by field."""
+
+    page_size_tokens: int
+    kv_cache_dtype: str
+    allocation_policy: str
+    transfer_backend: str
+    kv_layout: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """Where a server is, as the operator said it. `bootstrap_*` belong to prefills only."""
+
+    engine_id: EngineId
+    url: str
+    role: Role
+    bootstrap_host: str | None = None
+    bootstrap_port: int | None = None
+    zone: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What a probe read from a server; it changes only when the server restarts."""
+
+    model: str
+    weight_version: str
+    cache_format: CacheFormat
+    max_total_tokens: int
+    context_tokens: int
+    chunk_tokens: int
+    dp_size: int
+    boot_fingerprint: str
+    version: str = ""
+    max_running_requests: int = 256
+    radix_cache: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """One load snapshot of a server, summed over its DP ranks. `taken_s` is the server's own wall clock."""
+
+    taken_s: float
+    running_requests: int
+    waiting_requests: int
+    waiting_uncached_tokens: int
+    used_tokens: int
+    total_tokens: int
+    max_total_tokens: int
+    prefill_uncached_tokens_total: int = 0
+    prefill_busy_us_total: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """One server in an immutable snapshot of the fleet.
+
+    `epoch` grows by one at every noticed restart. `facts` and `load` are None until the first probe.
+    """
+
+    spec: EngineSpec
+    health: Health
+    epoch: int
+    facts: EngineFacts | None = None
+    load: EngineLoad | None = None
+    reason: str = ""
+    """Why `health` is not READY, in words for an operator."""
+
+    @property
+    def engine_id(self) -> EngineId:
+        return self.spec.engine_id
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTiming:
+    """Prefill time of one forward pass: `base_s + per_token_s * sum(new) + per_token2_s * sum(N^2 - h^2)`.
+
+    N is the context length a chunk ends at, h the length it starts from; a forward takes at most `chunk_tokens`
+    new tokens, of one or several requests. The form is the usual linear-plus-attention fit of a transformer.
+    """
+
+    base_s: float
+    per_token_s: float
+    per_token2_s: float
+    chunk_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTiming:
+    """Time of one decode step: `base_s + per_request_s * running + per_kv_token_s * kv_tokens`."""
+
+    base_s: float
+    per_request_s: float
+    per_kv_token_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTiming:
+    """KV transfer time between two servers: `fixed_s + bytes / bytes_per_s`."""
+
+    bytes_per_s: float
+    fixed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProfile:
+    """The documented shape of one kind of server: the emulator's timing and the estimators' prior."""
+
+    name: str
+    prefill: PrefillTiming
+    decode: DecodeTiming
+    link: LinkTiming
+    kv_bytes_per_token: int
+    max_total_tokens: int
+    context_tokens: int
+    page_size_tokens: int
+    max_running_requests: int
+
+
+H100_70B = EngineProfile(
+    name="h100-70b",
+    prefill=PrefillTiming(base_s=0.015, per_token_s=9e-5, per_token2_s=9e-10, chunk_tokens=8192),
+    decode=DecodeTiming(base_s=0.014, per_request_s=6e-5, per_kv_token_s=3e-8),
+    link=LinkTiming(bytes_per_s=50e9, fixed_s=0.005),
+    kv_bytes_per_token=327_680,
+    max_total_tokens=600_000,
+    context_tokens=131_072,
+    page_size_tokens=1,
+    max_running_requests=256,
+)
+"""An estimate for a 70B model on four H100 (about 9,800 prompt tokens/s at 12 K); assumed, not measured."""
+
+TINY = EngineProfile(
+    name="tiny",
+    prefill=PrefillTiming(base_s=0.002, per_token_s=1e-5, per_token2_s=1e-11, chunk_tokens=2048),
+    decode=DecodeTiming(base_s=0.002, per_request_s=1e-5, per_kv_token_s=1e-9),
+    link=LinkTiming(bytes_per_s=10e9, fixed_s=0.001),
+    kv_bytes_per_token=4096,
+    max_total_tokens=65_536,
+    context_tokens=32_768,
+    page_size_tokens=1,
+    max_running_requests=256,
+)
+"""A small fast server for tests."""
+
+PROFILES = {profile.name: profile for profile in (H100_70B, TINY)}
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillWork:
+    """Prompt tokens of one request still to compute: from `cached_tokens` (h) up to `prompt_tokens` (N)."""
+
+    prompt_tokens: int
+    cached_tokens: int = 0
+
+    @property
+    def new_tokens(self) -> int:
+        return max(0, self.prompt_tokens - self.cached_tokens)
+
+
+def prefill_forward_s(timing: PrefillTiming, works: Iterable[PrefillWork]) -> float:
+    """Time of one forward over `works` (each already cut to this forward); 0.0 when nothing is new."""
+    new_tokens = 0
+    attention = 0
+    for work in works:
+        new_tokens += work.new_tokens
+        attention += max(0, work.prompt_tokens**2 - work.cached_tokens**2)
+    if new_tokens == 0:
+        return 0.0
+    return timing.base_s + timing.per_token_s * new_tokens + timing.per_token2_s * attention
+
+
+def prefill_s(timing: PrefillTiming, prompt_tokens: int, cached_tokens: int = 0) -> float:
+    """Time to prefill one request alone: as many forwards as its new tokens fill, the attention term over all."""
+    new_tokens = max(0, prompt_tokens - cached_tokens)
+    if new_tokens == 0:
+        return 0.0
+    forwards = -(-new_tokens // timing.chunk_tokens)
+    attention = prompt_tokens**2 - cached_tokens**2
+    return timing.base_s * forwards + timing.per_token_s * new_tokens + timing.per_token2_s * attention
+
+
+def decode_step_s(timing: DecodeTiming, running: int, kv_tokens: int) -> float:
+    """Time of one decode step over `running` requests that hold `kv_tokens` together."""
+    return timing.base_s + timing.per_request_s * running + timing.per_kv_token_s * kv_tokens
+
+
+def transfer_s(link: LinkTiming, size_bytes: float) -> float:
+    """Time to move `size_bytes` of KV over one idle link."""
+    return link.fixed_s + size_bytes / link.bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSnapshot:
+    """The live set at one moment; `version` grows with every change."""
+
+    version: int
+    engines: tuple[EngineView, ...] = field(default=())
+
+    def with_role(self, role: Role) -> tuple[EngineView, ...]:
+        return tuple(view for view in self.engines if view.spec.role is role)
