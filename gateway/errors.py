@@ -40,6 +40,7 @@ class GatewayError(Exception):
         self.definite = definite
         self.retry_after_s = retry_after_s
         self.safe_to_retry = safe_to_retry
+        self.headers: dict[str, str] = {}
 
     def openai_error(self) -> dict[str, Any]:
         """The error as an OpenAI client library parses it."""
@@ -71,8 +72,10 @@ def overloaded(message: str, *, retry_after_s: float) -> GatewayError:
     )
 
 
-def upstream_failed(message: str, *, code: str, stage: Stage, definite: bool, status: int = 502) -> GatewayError:
-    """502 (or 504): engines failed and no further attempt is allowed."""
+def upstream_failed(
+    message: str, *, code: str, stage: Stage, definite: bool, status: int = 502, retry: bool = True
+) -> GatewayError:
+    """502 (or 504): engines failed and no further attempt is allowed; `retry`: whether asking again may help."""
     return GatewayError(
         status,
         message,
@@ -80,6 +83,6 @@ def upstream_failed(message: str, *, code: str, stage: Stage, definite: bool, st
         kind="server_error",
         stage=stage,
         definite=definite,
-        retry_after_s=1.0,
-        safe_to_retry=True,
+        retry_after_s=1.0 if retry else None,
+        safe_to_retry=retry,
     )

@@ -6,7 +6,7 @@ Pure data. One unit everywhere: seconds.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engines.types import DecodeTiming, EngineId, EngineView, LinkTiming, PrefillTiming
 
@@ -38,6 +38,14 @@ class RequestView:
     def kv_tokens(self) -> int:
         """KV a decode must be able to hold for this request."""
         return self.prompt_tokens + self.expected_output_tokens
+
+    def avoiding(self, engine: EngineId | None, pair: tuple[EngineId, EngineId] | None) -> RequestView:
+        """The same request, after it has failed on this engine and this pair."""
+        return replace(
+            self,
+            excluded_engines=self.excluded_engines | ({engine} if engine is not None else set()),
+            excluded_pairs=self.excluded_pairs | ({pair} if pair is not None else set()),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +102,8 @@ class RoutingSnapshot:
     nic_free_s: Mapping[EngineId, float] = field(default_factory=dict)
     incompatible: frozenset[tuple[EngineId, EngineId]] = frozenset()
     versions: Mapping[str, int] = field(default_factory=dict)
+    link_bounds: Mapping[EngineId, LinkTiming] = field(default_factory=dict)
+    """Per prefill, a link none of its pairs is faster than (`pairing.fastest_links`); worked out anew when empty."""
 
     def link(self, prefill: EngineId, decode: EngineId) -> LinkTiming:
         return self.links.get((prefill, decode), self.default_link)

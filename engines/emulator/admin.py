@@ -1,0 +1,106 @@
+"""What tests may ask of an emulated server that no SGLang answers: ledger, holds, faults, requests. A shell.
+
+All routes lie under `/emulator/`, so that nothing can mistake them for SGLang's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from aiohttp import web
+
+from engines.emulator.engine import Engine
+from engines.emulator.faults import Fault, Hold, HoldState
+from engines.emulator.live import finished
+from engines.emulator.parse import BadRequest
+from engines.emulator.server import Handler, json_response, read_json
+
+
+class AdminServer:
+    """Answers the `/emulator/` routes of one engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._changed = asyncio.Event()
+        engine.holds.on_change = self._changed.set
+
+    def add_routes(self, add: Callable[[str, str, Handler], None]) -> None:
+        """Register the routes through `add(method, path, handler)`."""
+        add("GET", "/emulator/ledger", self._ledger)
+        add("GET", "/emulator/requests", self._requests)
+        add("POST", "/emulator/hold", self._arm)
+        add("GET", "/emulator/hold/{hold_id}", self._hold)
+        add("DELETE", "/emulator/hold/{hold_id}", self._release)
+        add("POST", "/emulator/fault", self._set_fault)
+        add("DELETE", "/emulator/fault", self._clear_faults)
+
+    async def _ledger(self, request: web.Request) -> web.Response:
+        return json_response(asdict(self._engine.node.pool.ledger()))
+
+    async def _requests(self, request: web.Request) -> web.Response:
+        live = [asdict(finished(each)) for each in self._engine.live.values()]
+        return json_response({"live": live, "recent": [asdict(each) for each in self._engine.recent]})
+
+    async def _arm(self, request: web.Request) -> web.Response:
+        body = await read_json(request.path, request)
+        try:
+            hold = self._engine.holds.arm(str(body["stage"]), int(body.get("k", 1)), str(body.get("rid", "")))
+        except (KeyError, ValueError) as error:
+            raise BadRequest({"error": str(error)}) from error
+        return json_response({"hold_id": hold.hold_id})
+
+    async def _hold(self, request: web.Request) -> web.Response:
+        hold = self._find(request)
+        until_s = self._engine.now_s + float(request.query.get("wait_s", "0"))
+        while hold.state is HoldState.ARMED and self._engine.now_s < until_s:
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(until_s - self._engine.now_s):
+                    await self._changed.wait()
+        return json_response(_shown(hold))
+
+    async def _release(self, request: web.Request) -> web.Response:
+        hold = self._find(request)
+        self._engine.release(hold)
+        return json_response(_shown(hold))
+
+    async def _set_fault(self, request: web.Request) -> web.Response:
+        body = await read_json(request.path, request)
+        try:
+            fault = Fault(
+                name=str(body["fault"]),
+                count=int(body.get("count", 1)),
+                status=int(body.get("status", 500)),
+                after_tokens=int(body.get("after_tokens", 0)),
+            )
+            self._engine.faults.set(fault)
+        except (KeyError, ValueError) as error:
+            raise BadRequest({"error": str(error)}) from error
+        return json_response({})
+
+    async def _clear_faults(self, request: web.Request) -> web.Response:
+        self._engine.faults.clear()
+        return json_response({})
+
+    def _find(self, request: web.Request) -> Hold:
+        try:
+            hold = self._engine.holds.get(int(request.match_info["hold_id"]))
+        except ValueError:
+            hold = None
+        if hold is None:
+            raise BadRequest({"error": "no such hold"}, 404)
+        return hold
+
+
+def _shown(hold: Hold) -> dict[str, Any]:
+    job = hold.job
+    return {
+        "state": hold.state.value,
+        "rid": job.rid if job else None,
+        "room": job.room if job else None,
+        "stage": hold.stage,
+    }

@@ -1,0 +1,181 @@
+"""The engine of one server: registered requests, the scheduler node, and the clock that drives it. A shell.
+
+It owns the loop timer: inputs poke it, it lets the node advance, and hands the node's events to replies and peers.
+What only a prefill or a decode does lies in `pd_prefill` and `pd_decode`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
+
+from engines.emulator.config import Options
+from engines.emulator.core import ABORTED, End, Ended, EndKind, Event, Job, Stepped, Timeouts, faster_profile
+from engines.emulator.decode_node import DecodeNode
+from engines.emulator.faults import Faults, Hold, Holds
+from engines.emulator.kv_pool import KvPool
+from engines.emulator.live import Finished, Live, finished
+from engines.emulator.plain_node import PlainNode
+from engines.emulator.prefill_node import PrefillNode
+from engines.emulator.radix import RadixCache
+from engines.token_rule import sampling_key
+from engines.types import EngineProfile, Role
+
+_REMEMBERED_REQUESTS = 1000
+_RATE_WINDOW_S = 1.0
+_TICK_S = 0.001
+"""The loop's timers are no finer; shorter waits would spin."""
+
+
+class Engine:
+    """Runs requests on one node; everything happens in one event loop."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.loop = asyncio.get_running_loop()
+        self.wall_offset_s = datetime.now(UTC).timestamp() - self.loop.time()
+        self.timeouts = Timeouts().faster(options.speed)
+        self.holds = Holds()
+        self.faults = Faults()
+        self.live: dict[str, Live] = {}
+        self.recent: deque[Finished] = deque(maxlen=_REMEMBERED_REQUESTS)
+        self.requests_total = 0
+        self.aborted_total = 0
+        self.on_event: Callable[[Event], None] | None = None
+        self.node = self._build_node()
+        self._by_job: dict[int, Live] = {}
+        self._secret = secrets.token_bytes(32)
+        self._timer: asyncio.TimerHandle | None = None
+        self._poked = False
+        self._stalls = 0
+        self._rate = (self.loop.time(), 0, 0.0)
+
+    def _build_node(self) -> PrefillNode | DecodeNode | PlainNode:
+        options = self.options
+        profile = faster_profile(options.profile, options.speed)
+        profile = _resized(profile, options)
+        cache = None if options.disable_radix_cache else RadixCache(options.page_size)
+        pool = KvPool(options.max_total_tokens, options.page_size, cache)
+        if options.role is Role.PREFILL:
+            return PrefillNode(profile, pool, self.timeouts, self.holds.check)
+        if options.role is Role.DECODE:
+            return DecodeNode(profile, pool, self.timeouts, self.holds.check)
+        return PlainNode(profile, pool, self.timeouts, self.holds.check)
+
+    @property
+    def now_s(self) -> float:
+        return self.loop.time()
+
+    def wall_s(self, loop_s: float) -> float:
+        """The Unix time of a moment of the loop's clock."""
+        return loop_s + self.wall_offset_s
+
+    def sampling_of(self, live: Live) -> bytes:
+        """The extra hash key of a sampled request; empty for a greedy one."""
+        return b"" if live.item.sampling.greedy else sampling_key(self._secret, live.rid)
+
+    def submit(self, live: Live) -> None:
+        """Register `live` and give it to the scheduler."""
+        self.live[live.rid] = live
+        self.requests_total += 1
+        live.dispatched_s = self.now_s
+        if self.options.role is not Role.DECODE:
+            live.output.start(live.item.prompt, self.sampling_of(live))
+        self.node.submit(live.job, self.now_s)
+        self._by_job[live.job.serial] = live
+        self.poke()
+
+    def abort(self, rid: str, everything: bool = False) -> None:
+        """SGLang's abort: lost unless `rid` is registered, then it hits every rid that starts with it."""
+        if everything or (rid and rid in self.live):
+            self.node.abort("" if everything else rid, self.now_s)
+            self.poke()
+
+    def live_of(self, job: Job) -> Live | None:
+        return self._by_job.get(job.serial)
+
+    def release(self, hold: Hold) -> None:
+        """Release a hold, and let what it held go on."""
+        job = self.holds.release(hold)
+        if job is not None:
+            self.node.release_hold(job, self.now_s)
+            self.poke()
+
+    def stall(self, stalled: bool) -> None:
+        """Stop the scheduler while a decode's synchronous bootstrap look-up runs, as SGLang's does."""
+        self._stalls += 1 if stalled else -1
+        self.poke()
+
+    def poke(self) -> None:
+        """Something changed: let the node advance in this turn of the loop."""
+        if not self._poked:
+            self._poked = True
+            self.loop.call_soon(self._pump)
+
+    def tokens_per_s(self) -> float:
+        """Generated tokens a second over the last window."""
+        start_s, tokens, rate = self._rate
+        elapsed_s = self.now_s - start_s
+        if elapsed_s >= _RATE_WINDOW_S:
+            generated = self.node.counters.generated_tokens
+            rate = (generated - tokens) / elapsed_s
+            self._rate = (self.now_s, generated, rate)
+        return rate
+
+    def _pump(self) -> None:
+        self._poked = False
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._stalls:
+            return
+        self.node.advance(self.now_s)
+        for event in self.node.take_events():
+            self._dispatch(event)
+        due_s = self.node.next_s()
+        if due_s is not None and not self._poked:
+            now_s = self.now_s
+            self._timer = self.loop.call_at(due_s if due_s <= now_s else max(due_s, now_s + _TICK_S), self._pump)
+
+    def _dispatch(self, event: Event) -> None:
+        if isinstance(event, Stepped):
+            by_job = self._by_job
+            for job in event.jobs:
+                live = by_job[job.serial]
+                if live.first_token_s == 0.0:
+                    live.first_token_s = self.now_s
+                if live.sink.streaming:
+                    live.sink.stepped(live)
+        elif isinstance(event, Ended):
+            self._ended(event)
+        elif self.on_event is not None:
+            self.on_event(event)
+
+    def _ended(self, event: Ended) -> None:
+        live = self._by_job.pop(event.job.serial, None)
+        if live is None:
+            return
+        del self.live[live.rid]
+        end = End(EndKind.ABORTED, ABORTED) if live.fault == "abort_in_200" else event.end
+        live.finished_s, live.end = self.now_s, end
+        self.holds.forget(event.job)
+        if end.message:
+            self.aborted_total += 1
+        self.recent.append(finished(live))
+        if self.on_event is not None:
+            self.on_event(event)
+        live.sink.ended(live, end)
+
+
+def _resized(profile: EngineProfile, options: Options) -> EngineProfile:
+    return replace(
+        profile,
+        prefill=replace(profile.prefill, chunk_tokens=options.chunked_prefill_size),
+        max_total_tokens=options.max_total_tokens,
+        context_tokens=options.context_length,
+        page_size_tokens=options.page_size,
+    )

@@ -1,0 +1,123 @@
+"""What tests may do to a server: hold requests at a stage, and make the next ones go wrong. Pure registries.
+
+`admin.py` serves them under `/emulator/`; the scheduler core asks `Holds.check`, the server asks `Faults.take`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from engines.emulator.core import Job
+
+HOLD_STAGES = frozenset({"bootstrap", "reserved", "prefill_chunk", "transfer", "handed_over", "token"})
+_COUNTED_STAGES = frozenset({"prefill_chunk", "token"})
+
+
+class HoldState(StrEnum):
+    """Whether a hold waits for a request, has one, or is over."""
+
+    ARMED = "armed"
+    HELD = "held"
+    RELEASED = "released"
+
+
+@dataclass(slots=True)
+class Hold:
+    """Stops the next request that comes to `stage` (for chunks and tokens: after the k-th)."""
+
+    hold_id: int
+    stage: str
+    count: int = 1
+    rid: str = ""
+    state: HoldState = HoldState.ARMED
+    job: Job | None = None
+
+
+class Holds:
+    """The holds of one server."""
+
+    def __init__(self) -> None:
+        self._holds: dict[int, Hold] = {}
+        self._armed: list[Hold] = []
+        self.on_change: Callable[[], None] = lambda: None
+        """Called whenever a hold gets hold of a request, or ends."""
+
+    def arm(self, stage: str, count: int = 1, rid: str = "") -> Hold:
+        """Add a hold; ValueError for an unknown stage. An empty `rid` matches any request."""
+        if stage not in HOLD_STAGES:
+            raise ValueError(f"unknown stage {stage!r}; one of {', '.join(sorted(HOLD_STAGES))}")
+        hold = Hold(len(self._holds) + 1, stage, count, rid)
+        self._holds[hold.hold_id] = hold
+        self._armed.append(hold)
+        return hold
+
+    def get(self, hold_id: int) -> Hold | None:
+        return self._holds.get(hold_id)
+
+    def check(self, job: Job, stage: str, count: int) -> bool:
+        """Whether `job`, now at `stage` (`count` chunks or tokens done), is stopped by a hold."""
+        if not self._armed:
+            return False
+        for hold in self._armed:
+            counted = stage not in _COUNTED_STAGES or hold.count == count
+            if hold.stage == stage and counted and hold.rid in ("", job.rid):
+                hold.state, hold.job = HoldState.HELD, job
+                self._armed.remove(hold)
+                self.on_change()
+                return True
+        return False
+
+    def release(self, hold: Hold) -> Job | None:
+        """End `hold`; the job that must now go on, if it held one."""
+        held, hold.state = hold.state is HoldState.HELD, HoldState.RELEASED
+        if hold in self._armed:
+            self._armed.remove(hold)
+        self.on_change()
+        return hold.job if held else None
+
+    def forget(self, job: Job) -> None:
+        """`job` has ended: holds on it are over."""
+        for hold in self._holds.values():
+            if hold.job is job:
+                hold.state = HoldState.RELEASED
+
+
+FAULTS = frozenset({"status", "abort_in_200", "drop_connection", "truncate_stream", "error_event", "stall"})
+
+
+@dataclass(slots=True)
+class Fault:
+    """Makes the next `count` requests go wrong in the way called `name`."""
+
+    name: str
+    count: int = 1
+    status: int = 500
+    after_tokens: int = 0
+
+
+class Faults:
+    """The faults of one server, used up in the order they were set."""
+
+    def __init__(self) -> None:
+        self._faults: list[Fault] = []
+
+    def set(self, fault: Fault) -> None:
+        """Add `fault`; ValueError for an unknown name."""
+        if fault.name not in FAULTS:
+            raise ValueError(f"unknown fault {fault.name!r}; one of {', '.join(sorted(FAULTS))}")
+        self._faults.append(fault)
+
+    def clear(self) -> None:
+        self._faults.clear()
+
+    def take(self, *names: str) -> Fault | None:
+        """The next fault among `names`, counted down."""
+        for fault in self._faults:
+            if fault.name in names:
+                fault.count -= 1
+                if fault.count <= 0:
+                    self._faults.remove(fault)
+                return fault
+        return None

@@ -1,0 +1,89 @@
+"""`pdgate emulate fleet`: several emulated servers on this machine, as child processes. A shell."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+
+import orjson
+
+from engines.emulator.config import add_model_arguments
+from engines.emulator.process import EmulatedServer, ServerFailed
+from engines.types import PROFILES, Role
+
+_VALUE_FLAGS = (
+    "profile",
+    "model",
+    "max_total_tokens",
+    "page_size",
+    "random_seed",
+    "context_length",
+    "chunked_prefill_size",
+    "kv_bytes_per_token",
+    "api_key",
+    "transfer_backend",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the fleet command."""
+    parser.add_argument("--prefill", type=int, default=2, metavar="N", help="how many prefill servers")
+    parser.add_argument("--decode", type=int, default=2, metavar="N", help="how many decode servers")
+    parser.add_argument("--plain", type=int, default=0, metavar="N", help="how many plain servers")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a line for each server")
+    parser.add_argument("--no-cache-report", action="store_true", help="do not report cached tokens in usage")
+    add_model_arguments(parser)
+
+
+def servers(args: argparse.Namespace) -> list[EmulatedServer]:
+    """The servers that `args` ask for, not started yet."""
+    flags = [] if args.no_cache_report else ["--enable-cache-report"]
+    flags += ["--disable-radix-cache"] if args.disable_radix_cache else []
+    for name in _VALUE_FLAGS:
+        value = getattr(args, name)
+        if value not in (None, ""):
+            flags += [f"--{name.replace('_', '-')}", str(value)]
+    counts = ((Role.PREFILL, args.prefill), (Role.DECODE, args.decode), (Role.PLAIN, args.plain))
+    return [
+        EmulatedServer(role, speed=args.speed, arguments=flags, host=args.host)
+        for role, count in counts
+        for _ in range(count)
+    ]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Start the fleet, print where it is, and serve until SIGTERM or SIGINT; the exit status."""
+    assert args.profile in PROFILES
+    return asyncio.run(_run(args))
+
+
+async def _run(args: argparse.Namespace) -> int:
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopped.set)
+    fleet = servers(args)
+    try:
+        for server in fleet:
+            await server.launch()
+        for server in fleet:
+            await server.wait_ready()
+            print(describe(server, args.json), flush=True)
+        await stopped.wait()
+    except ServerFailed as error:
+        print(f"emulate fleet: {error}", flush=True)
+        return 1
+    finally:
+        for server in fleet:
+            await server.stop()
+    return 0
+
+
+def describe(server: EmulatedServer, as_json: bool) -> str:
+    """One line about a ready server."""
+    bootstrap = server.bootstrap_port if server.role is Role.PREFILL else None
+    if as_json:
+        facts = {"role": server.role.value, "url": server.url, "bootstrap_port": bootstrap, "pid": server.pid}
+        return orjson.dumps(facts).decode()
+    return f"{server.role.value:8} {server.url}" + (f"  bootstrap port {bootstrap}" if bootstrap else "")

@@ -1,0 +1,143 @@
+"""How `/generate` writes an answer: objects with `meta_info`, whole or cumulative in a stream. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from json.encoder import encode_basestring_ascii
+from typing import Any
+
+import orjson
+
+from engines.emulator.core import End, EndKind
+from engines.emulator.formats import Answering, weight_versions
+from engines.emulator.live import Live
+from engines.emulator.wire import DONE, sse
+from engines.emulator.wire_logprobs import generate_logprobs
+from engines.token_rule import unpack
+from engines.types import Role
+
+
+def finish_object(live: Live, end: End, role: Role) -> dict[str, Any]:
+    """`meta_info.finish_reason` of an ended request."""
+    if end.kind is not EndKind.FINISHED:
+        return {"type": "abort", "message": end.message, "status_code": end.status, "err_type": None}
+    if role is Role.PREFILL:
+        return {"type": "length", "length": 0}
+    finish = live.output.finish
+    if finish is not None and finish.kind == "stop":
+        return {"type": "stop", "matched": finish.matched}
+    return {"type": "length", "length": len(live.output.ids)}
+
+
+def generate_object(answering: Answering, live: Live, end: End | None) -> dict[str, Any]:
+    """One `/generate` object: the answer so far, or the whole when `end` is given."""
+    body: dict[str, Any] = {"text": live.output.text, "output_ids": live.output.ids}
+    if answering.request.return_prompt_token_ids:
+        body["prompt_token_ids"] = unpack(live.item.prompt)
+    if answering.request.batch and answering.request.stream:
+        body["index"] = live.index
+    body["meta_info"] = _meta(answering, live, end)
+    return body
+
+
+def _meta(answering: Answering, live: Live, end: End | None) -> dict[str, Any]:
+    job, offset_s = live.job, answering.wall_offset_s
+    started = job.started_s > 0.0
+    meta: dict[str, Any] = {
+        "id": live.rid,
+        "finish_reason": finish_object(live, end, answering.role) if end else None,
+        "prompt_tokens": job.prompt_tokens,
+        "weight_version": "default",
+        "num_retractions": job.retractions,
+    }
+    if started and answering.role is not Role.DECODE:
+        meta |= {"storage_prefetch_wait": 0.0, "storage_staging_wait": 0.0}
+    if started:
+        meta["forward_entry_time"] = job.started_s + offset_s
+        if answering.role is not Role.DECODE:
+            meta["prefill_finished_time"] = live.first_token_s + offset_s
+    meta["queue_time"] = max(0.0, job.started_s - job.arrived_s) if started else 0.0
+    if live.item.sampling.logprobs:
+        meta |= generate_logprobs(live, answering.role is Role.DECODE)
+    meta |= {"reasoning_tokens": 0, "completion_tokens": len(live.output.ids), "cached_tokens": job.cached_tokens}
+    if end:
+        meta["weight_versions"] = weight_versions(live)
+    meta["cached_tokens_details"] = {"device": job.cached_tokens, "host": 0} if job.cached_tokens else None
+    meta["dp_rank"] = None
+    if end:
+        meta |= _times(live, answering)
+    return meta
+
+
+def _times(live: Live, answering: Answering) -> dict[str, float]:
+    offset_s = answering.wall_offset_s
+    first_s = (live.first_token_s or live.finished_s) - live.received_s
+    times = {
+        "e2e_latency": live.finished_s - live.received_s,
+        "request_received_ts": live.received_s + offset_s,
+        "first_token_latency": first_s,
+        "api_server_dispatch_finish_ts": live.dispatched_s + offset_s,
+        "request_finished_ts": live.finished_s + offset_s,
+        "response_sent_to_client_ts": live.finished_s + offset_s,
+    }
+    decoding_s = live.finished_s - live.first_token_s
+    if len(live.output.ids) > 1 and decoding_s > 0 and (answering.role is Role.PLAIN or answering.request.stream):
+        times["decode_throughput"] = (len(live.output.ids) - 1) / decoding_s
+    return times
+
+
+@dataclass(slots=True)
+class _Written:
+    """One choice as written so far: cumulative text and ids as JSON, and the unchanging parts around them."""
+
+    text: bytearray = field(default_factory=bytearray)
+    ids: bytearray = field(default_factory=bytearray)
+    tokens: int = 0
+    before_count: bytes = b""
+    after_count: bytes = b""
+
+
+@dataclass(slots=True)
+class GenerateStream:
+    """A streamed `/generate`: every event repeats text and ids from the start."""
+
+    answering: Answering
+    _written: dict[int, _Written] = field(default_factory=dict)
+
+    def first(self, live: Live) -> bytes:
+        return b""
+
+    def delta(self, live: Live) -> bytes:
+        written = self._written.setdefault(live.index, _Written())
+        first = written.tokens == 0
+        for token in live.output.ids[written.tokens :]:
+            written.ids += b",%d" % token
+        written.tokens = len(live.output.ids)
+        written.text += encode_basestring_ascii(live.output.take_delta())[1:-1].encode()
+        if first or live.item.sampling.logprobs:
+            return self._slow_delta(live, written, first)
+        return b'data: {"text":"%b","output_ids":[%b]%b%d%b' % (
+            bytes(written.text),
+            bytes(written.ids[1:]),
+            written.before_count,
+            written.tokens,
+            written.after_count,
+        )
+
+    def _slow_delta(self, live: Live, written: _Written, first: bool) -> bytes:
+        """An event made whole; the first also carries its sending time, and prepares those that follow."""
+        body = generate_object(self.answering, live, None)
+        body["text"] = orjson.loads(b'"' + written.text + b'"')
+        if first:
+            rest = orjson.dumps({key: value for key, value in body.items() if key not in ("text", "output_ids")})
+            before, after = rest[1:].split(b'"completion_tokens":%d' % written.tokens)
+            written.before_count = b"," + before + b'"completion_tokens":'
+            written.after_count = after + b"\n\n"
+            body["meta_info"]["response_sent_to_client_ts"] = live.first_token_s + self.answering.wall_offset_s
+        return sse(body)
+
+    def end(self, live: Live, end: End) -> bytes:
+        return sse(generate_object(self.answering, live, end))
+
+    def tail(self, lives: list[Live]) -> bytes:
+        return DONE

@@ -1,0 +1,290 @@
+"""A request's body, checked as SGLang checks it and turned into what the engine runs. Pure.
+
+Errors are raised as `BadRequest` with SGLang's own status and body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from engines.emulator import wire
+from engines.emulator.output import StopRule
+from engines.emulator.tokens import encode, render_chat
+from engines.token_rule import TOKEN_BYTES, pack
+
+MAX_ROOM = 2**63 - 1
+_DEFAULT_GENERATE_TOKENS = 128
+_DEFAULT_COMPLETION_TOKENS = 16
+SAMPLING_KEYS = frozenset(
+    {
+        *("max_new_tokens", "min_new_tokens", "stop", "stop_token_ids", "stop_regex", "ignore_eos", "no_stop_trim"),
+        *("temperature", "top_p", "top_k", "min_p", "sampling_seed", "n", "beam_width", "choice", "logit_bias"),
+        *("frequency_penalty", "presence_penalty", "repetition_penalty", "custom_params", "watermark"),
+        *("json_schema", "regex", "ebnf", "structural_tag", "stream_interval"),
+        *("skip_special_tokens", "spaces_between_special_tokens"),
+    }
+)
+
+
+class Api(StrEnum):
+    """Which dialect a request speaks."""
+
+    GENERATE = "/generate"
+    COMPLETIONS = "/v1/completions"
+    CHAT = "/v1/chat/completions"
+
+
+class BadRequest(Exception):
+    """The request is refused with `status` and JSON `body`."""
+
+    def __init__(self, body: Mapping[str, Any], status: int = 400) -> None:
+        super().__init__(str(body))
+        self.body = body
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a prompt and its answer must fit in."""
+
+    context_tokens: int
+    max_total_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the answer is drawn; `seed` is accepted and, as SGLang's default, has no effect."""
+
+    rule: StopRule
+    greedy: bool
+    samples: int
+    logprobs: bool = False
+    top_logprobs: int = 0
+    prompt_logprobs_from: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One prompt of a request (or one sample of it) with its room."""
+
+    prompt: bytes
+    text: str
+    sampling: Sampling
+    room: int | None = None
+    bootstrap_host: str | None = None
+    bootstrap_port: int | None = None
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt) // TOKEN_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One generation request."""
+
+    api: Api
+    items: list[Item]
+    rids: list[str] | None
+    batch: bool
+    stream: bool
+    model: str
+    include_usage: bool = False
+    continuous_usage: bool = False
+    return_token_ids: bool = False
+    return_prompt_token_ids: bool = False
+    echo: bool = False
+
+
+def parse_request(api: Api, body: Mapping[str, Any], limits: Limits) -> Request:
+    """Check `body` and build the request; BadRequest where SGLang refuses it."""
+    prompts, batch = _prompts(api, body)
+    sampling_of = _generate_sampling if api is Api.GENERATE else _openai_sampling
+    items = []
+    for index, (packed, text) in enumerate(prompts):
+        sampling = sampling_of(api, body, index, len(packed) // TOKEN_BYTES, limits)
+        rooms = {name: _nth(api, body, name, index, kind) for name, kind in _ROOM_FIELDS}
+        item = Item(packed, text, sampling, rooms["bootstrap_room"], rooms["bootstrap_host"], rooms["bootstrap_port"])
+        items.extend([item] * sampling.samples)
+    options = body.get("stream_options") or {}
+    return Request(
+        api=api,
+        items=items,
+        rids=_rids(api, body, len(items), batch),
+        batch=batch or len(items) > 1,
+        stream=bool(body.get("stream")),
+        model=str(body.get("model") or "default"),
+        include_usage=bool(options.get("include_usage")),
+        continuous_usage=bool(options.get("continuous_usage_stats")),
+        return_token_ids=bool(body.get("return_token_ids")),
+        return_prompt_token_ids=bool(body.get("return_prompt_token_ids") or body.get("return_token_ids")),
+        echo=bool(body.get("echo")),
+    )
+
+
+_ROOM_FIELDS = (("bootstrap_host", str), ("bootstrap_port", int), ("bootstrap_room", int))
+
+
+def _nth(api: Api, body: Mapping[str, Any], name: str, index: int, kind: type[Any]) -> Any:
+    """The value of a bootstrap field for prompt `index`: a list's entry, or the scalar (rooms count upwards)."""
+    value = body.get(name)
+    scalar: Any = value
+    if isinstance(value, list):
+        if index >= len(value):
+            raise BadRequest(wire.internal_error("list index out of range"), 500)
+        scalar = value[index]
+    if scalar is None:
+        return None
+    if isinstance(scalar, bool) or not isinstance(scalar, kind):
+        raise BadRequest(wire.union_type_error(api.value, name, kind.__name__, value))
+    return scalar if name != "bootstrap_room" else _room(api, scalar if isinstance(value, list) else scalar + index)
+
+
+def _room(api: Api, room: int) -> int:
+    if not -MAX_ROOM - 1 <= room <= MAX_ROOM:
+        raise BadRequest(wire.value_error(api.value, "bootstrap_room does not fit 64 bits"))
+    return room
+
+
+def _rids(api: Api, body: Mapping[str, Any], count: int, batch: bool) -> list[str] | None:
+    rid = body.get("rid")
+    if rid is None:
+        return None
+    if isinstance(rid, list):
+        if len(rid) != count:
+            raise BadRequest(
+                wire.value_error(api.value, "The length of rid list should be the same as the batch size.")
+            )
+        return [str(each) for each in rid]
+    return [f"{rid}_{index}" for index in range(count)] if batch or count > 1 else [str(rid)]
+
+
+def _prompts(api: Api, body: Mapping[str, Any]) -> tuple[list[tuple[bytes, str]], bool]:
+    if api is Api.CHAT:
+        return [_chat_prompt(body)], False
+    if api is Api.COMPLETIONS:
+        if "prompt" not in body:
+            raise BadRequest(wire.missing_error(api.value, "prompt", dict(body)))
+        return _prompt_list(api, body["prompt"])
+    text, ids = body.get("text"), body.get("input_ids")
+    if (text is None) == (ids is None):
+        raise BadRequest(wire.value_error(api.value, "Either text, input_ids or input_embeds should be provided."))
+    return _prompt_list(api, text if text is not None else ids)
+
+
+def _prompt_list(api: Api, prompt: Any) -> tuple[list[tuple[bytes, str]], bool]:
+    if isinstance(prompt, str):
+        return [(encode(prompt), prompt)], False
+    if isinstance(prompt, list) and prompt:
+        if isinstance(prompt[0], int):
+            return [(_pack(api, prompt), "")], False
+        if all(isinstance(each, str) for each in prompt):
+            return [(encode(each), each) for each in prompt], True
+        if all(isinstance(each, list) for each in prompt):
+            return [(_pack(api, each), "") for each in prompt], True
+    raise BadRequest(wire.value_error(api.value, "The input must be text or a non-empty list of token ids."))
+
+
+def _pack(api: Api, ids: list[Any]) -> bytes:
+    try:
+        return pack(ids)
+    except (TypeError, OverflowError) as error:
+        raise BadRequest(wire.value_error(api.value, f"input_ids are not token ids: {error}")) from error
+
+
+def _chat_prompt(body: Mapping[str, Any]) -> tuple[bytes, str]:
+    messages = body.get("messages")
+    if messages is None:
+        raise BadRequest(wire.missing_error(Api.CHAT.value, "messages", {**body, "tool_choice": "none"}))
+    if not isinstance(messages, list) or not all(isinstance(each, dict) and "role" in each for each in messages):
+        raise BadRequest(wire.union_type_error(Api.CHAT.value, "messages", "list", messages))
+    if body.get("input_ids") is not None:
+        return _pack(Api.CHAT, body["input_ids"]), ""
+    text = render_chat(messages, body.get("tools"))
+    return encode(text), text
+
+
+def _number(api: Api, value: Any, kind: str) -> Any:
+    """`value` as a number of SGLang's JSON contract (`i64` or `f64`)."""
+    wanted = int if kind == "i64" else (int, float)
+    if isinstance(value, bool) or not isinstance(value, wanted):
+        raise BadRequest({"error": wire.contract_error(value, kind)})
+    return value
+
+
+def _generate_sampling(api: Api, body: Mapping[str, Any], index: int, prompt_tokens: int, limits: Limits) -> Sampling:
+    params = body.get("sampling_params") or {}
+    if isinstance(params, list):
+        params = params[index]
+    for name in params:
+        if name not in SAMPLING_KEYS:
+            raise BadRequest({"error": f"unknown field `{name}`"})
+    wanted = params.get("max_new_tokens", _DEFAULT_GENERATE_TOKENS)
+    wanted = None if wanted is None else _number(api, wanted, "i64")
+    temperature = _number(api, params.get("temperature", 1.0), "f64")
+    rule = StopRule(
+        max_new_tokens=_answer_tokens(api, wanted, prompt_tokens, limits),
+        min_new_tokens=_number(api, params.get("min_new_tokens", 0), "i64"),
+        ignore_eos=bool(params.get("ignore_eos")),
+        stop=_stops(params.get("stop")),
+        stop_token_ids=frozenset(params.get("stop_token_ids") or ()),
+        no_stop_trim=bool(params.get("no_stop_trim")),
+    )
+    start = body.get("logprob_start_len", -1)
+    return Sampling(
+        rule=rule,
+        greedy=temperature == 0 or params.get("top_k") == 1,
+        samples=_number(api, params.get("n", 1), "i64"),
+        logprobs=bool(body.get("return_logprob")),
+        top_logprobs=int(body.get("top_logprobs_num") or 0),
+        prompt_logprobs_from=-1 if start is None else int(start),
+    )
+
+
+def _openai_sampling(api: Api, body: Mapping[str, Any], index: int, prompt_tokens: int, limits: Limits) -> Sampling:
+    wanted = body.get("max_tokens")
+    if api is Api.CHAT and body.get("max_completion_tokens") is not None:
+        wanted = body["max_completion_tokens"]
+    if wanted is None and api is Api.COMPLETIONS:
+        wanted = _DEFAULT_COMPLETION_TOKENS
+    for name, value, kinds in (("max_tokens", wanted, int), ("temperature", body.get("temperature"), (int, float))):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, kinds)):
+            raise BadRequest(wire.union_type_error(api.value, name, "int" if kinds is int else "float", value))
+    temperature = body.get("temperature")
+    logprobs = body.get("logprobs")
+    rule = StopRule(
+        max_new_tokens=_answer_tokens(api, wanted, prompt_tokens, limits),
+        min_new_tokens=int(body.get("min_tokens") or 0),
+        ignore_eos=bool(body.get("ignore_eos")),
+        stop=_stops(body.get("stop")),
+        stop_token_ids=frozenset(body.get("stop_token_ids") or ()),
+        no_stop_trim=bool(body.get("no_stop_trim")),
+    )
+    return Sampling(
+        rule=rule,
+        greedy=temperature == 0 or body.get("top_k") == 1,
+        samples=int(body.get("n") or 1),
+        logprobs=bool(logprobs) or (api is Api.COMPLETIONS and logprobs is not None),
+        top_logprobs=int(body.get("top_logprobs") or 0) if api is Api.CHAT else int(logprobs or 0),
+    )
+
+
+def _stops(stop: Any) -> tuple[str, ...]:
+    if stop is None:
+        return ()
+    return (stop,) if isinstance(stop, str) else tuple(each for each in stop if each)
+
+
+def _answer_tokens(api: Api, wanted: int | None, prompt_tokens: int, limits: Limits) -> int:
+    """How long the answer may be; BadRequest when prompt or answer do not fit the context."""
+    context = limits.context_tokens
+    if prompt_tokens >= context:
+        text = f"The input ({prompt_tokens} tokens) is longer than the model's context length ({context} tokens)."
+        raise BadRequest(wire.value_error(api.value, text))
+    if wanted is not None and wanted + prompt_tokens > context:
+        raise BadRequest(wire.value_error(api.value, wire.too_many_tokens(context, prompt_tokens, wanted)))
+    room = min(context - 1, limits.max_total_tokens - 1) - prompt_tokens
+    return max(1, room if wanted is None else min(wanted, room))

@@ -1,0 +1,80 @@
+"""The emulated model's tokenizer and chat template. Pure.
+
+Prompts become one id a byte (special strings become one id), so a longer text always extends the ids of its start,
+and the vocabulary is a Hugging Face ByteLevel BPE without merges. Answers are words, ids the prompt side never makes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from engines.token_rule import FIRST_WORD_TOKEN, TOKEN_BYTES, VOCABULARY_TOKENS, WORD_TOKENS, pack
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+FIRST_BYTE_TOKEN = len(SPECIAL_TOKENS)
+
+_SPECIAL = re.compile("(" + "|".join(re.escape(text) for text in SPECIAL_TOKENS) + ")")
+_SPECIAL_PACKED = {text: pack([token]) for token, text in enumerate(SPECIAL_TOKENS)}
+_BYTE_TO_TOKEN = bytes((byte + FIRST_BYTE_TOKEN) & 0xFF for byte in range(256))
+"""The low byte of each byte's id; UTF-8 has no byte of 253 or more, so the high bytes are always 0."""
+
+
+def _words() -> tuple[str, ...]:
+    syllables = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
+    pairs = (first + second for first in syllables for second in syllables)
+    spaced = [f" {syllable}" for syllable in syllables] + [f" {pair}" for pair in pairs]
+    return tuple([*syllables, *spaced][:WORD_TOKENS])
+
+
+WORDS = _words()
+
+
+def encode(text: str) -> bytes:
+    """The packed ids of `text`."""
+    if "<|" not in text:
+        return _encode_plain(text)
+    return b"".join(_SPECIAL_PACKED.get(piece) or _encode_plain(piece) for piece in _SPECIAL.split(text))
+
+
+def _encode_plain(text: str) -> bytes:
+    data = text.encode("utf-8", "surrogatepass").translate(_BYTE_TO_TOKEN)
+    packed = bytearray(TOKEN_BYTES * len(data))
+    packed[0::TOKEN_BYTES] = data
+    return bytes(packed)
+
+
+def decode(token_ids: Iterable[int], skip_special: bool = True) -> str:
+    """The text of `token_ids`; bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
+    data = bytearray()
+    for token in token_ids:
+        if FIRST_BYTE_TOKEN <= token < FIRST_WORD_TOKEN:
+            data.append(token - FIRST_BYTE_TOKEN)
+        elif FIRST_WORD_TOKEN <= token < VOCABULARY_TOKENS:
+            data += WORDS[token - FIRST_WORD_TOKEN].encode()
+        elif 0 <= token < FIRST_BYTE_TOKEN and not skip_special:
+            data += SPECIAL_TOKENS[token].encode()
+    return data.decode("utf-8", "replace")
+
+
+def render_chat(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, add_generation_prompt: bool = True
+) -> str:
+    """The prompt of a chat: ChatML, tools as JSON in a leading system block."""
+    parts = []
+    if tools:
+        parts.append(f"<|im_start|>system\n{orjson.dumps(tools).decode()}<|im_end|>\n")
+    for message in messages:
+        parts.append(f"<|im_start|>{message['role']}\n{_content_text(message.get('content'))}<|im_end|>\n")
+    if add_generation_prompt:
+        parts.append("<|im_start|>assistant\n")
+    return "".join(parts)
+
+
+def _content_text(content: str | Sequence[Mapping[str, Any]] | None) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(str(part.get("text", "")) for part in content or ())

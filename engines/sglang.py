@@ -1,0 +1,149 @@
+"""SGLang servers: how to look at one, and how a request runs on a prefill and a decode of them.
+
+A shell over `upstream.py`; what goes over the wire and what an answer means is decided in `sglang_wire.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from engines import sglang_wire as wire
+from engines.base import Attempt, Call, Fault, Order, Probe
+from engines.errors import UpstreamError
+from engines.sse_frames import data_of
+from engines.types import EngineFacts, EngineLoad, EngineSpec, EngineView, FailureKind, Leg, Role
+from engines.upstream import Upstream
+
+_DEFAULT_BOOTSTRAP_PORT = 8998
+"""SGLang's default of --disaggregation-bootstrap-port."""
+
+
+class SglangStrategy:
+    """Both legs at once, with the same rid and room; the prefill's answer is a completion signal. Pure."""
+
+    order = Order.PARALLEL
+
+    def __init__(self, api_key: str | None = None) -> None:
+        self._headers = engine_headers(api_key)
+
+    def prefill_call(self, attempt: Attempt) -> Call:
+        return self._call(attempt.prefill, attempt)
+
+    def decode_call(self, attempt: Attempt, prefill_answer: bytes | None) -> Call:
+        return self._call(attempt.decode, attempt)
+
+    def _call(self, view: EngineView, attempt: Attempt) -> Call:
+        spec = attempt.prefill.spec
+        if spec.bootstrap_host is None:
+            raise ValueError(f"prefill {spec.engine_id} has no bootstrap host")
+        bootstrap = wire.Bootstrap(spec.bootstrap_host, spec.bootstrap_port or _DEFAULT_BOOTSTRAP_PORT, attempt.room)
+        want_usage = attempt.stream and attempt.path != "/generate"
+        body = wire.generation_body(attempt.body, attempt.rid, bootstrap, want_usage=want_usage)
+        return Call(view.spec.url + attempt.path, body, {**attempt.headers, **self._headers})
+
+    def abort_call(self, view: EngineView, rid: str) -> Call:
+        return Call(view.spec.url + "/abort_request", wire.abort_body(rid), self._headers)
+
+    def judge(self, leg: Leg, status: int, body: bytes) -> Fault | None:
+        found = wire.judge_answer(status, body)
+        return None if found is None else Fault(*found)
+
+    def frame_fault(self, frame: bytes) -> Fault:
+        message, code, aborted = wire.stream_error(data_of(frame))
+        return Fault(FailureKind.ABORTED if aborted else FailureKind.STREAM_ERROR, message, code)
+
+
+class SglangEngine:
+    """Looks at single SGLang servers. Nothing raises but `post`: what went wrong is in the answer."""
+
+    def __init__(self, upstream: Upstream, api_key: str | None = None) -> None:
+        self._upstream = upstream
+        self._headers = engine_headers(api_key)
+
+    async def probe(self, spec: EngineSpec, timeout_s: float) -> Probe:
+        """`/ready`, then server and model info, and for a prefill its bootstrap server's `/route`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                status = await self._status(spec.url + "/ready", timeout_s)
+                if status != 200:
+                    return Probe(spec.engine_id, True, False, f"/ready answers {status}")
+                ranks = await self._bootstrap_ranks(spec, timeout_s)
+                facts = await self._facts(spec, ranks, timeout_s)
+        except UpstreamError as error:
+            return Probe(spec.engine_id, False, False, error.message)
+        except TimeoutError:
+            return Probe(spec.engine_id, False, False, f"no answer within {timeout_s:g} s")
+        except ValueError as error:
+            return Probe(spec.engine_id, True, False, str(error))
+        return Probe(spec.engine_id, True, True, facts=facts)
+
+    async def load(self, spec: EngineSpec, timeout_s: float) -> EngineLoad | None:
+        try:
+            answer = await self._json(spec.url + "/v1/loads", timeout_s)
+        except (UpstreamError, ValueError, TimeoutError):
+            return None
+        return wire.load_of(answer)
+
+    async def post(self, view: EngineView, path: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
+        reply = await self._upstream.fetch(
+            "POST", view.spec.url + path, body=body, headers=self._headers, timeout_s=timeout_s
+        )
+        return reply.status, reply.body
+
+    async def _bootstrap_ranks(self, spec: EngineSpec, timeout_s: float) -> tuple[str, ...]:
+        """The rank addresses that a prefill's bootstrap server hands out; raises ValueError while it is not ready."""
+        if spec.role is not Role.PREFILL:
+            return ()
+        base = f"http://{spec.bootstrap_host}:{spec.bootstrap_port or _DEFAULT_BOOTSTRAP_PORT}"
+        reply = await self._upstream.fetch("GET", base + wire.ROUTE_PROBE, timeout_s=timeout_s)
+        if reply.status != 200:
+            raise ValueError(f"the bootstrap server {base} answers {reply.status} to /route")
+        topology = _object(reply.body, "/route")
+        ranks = []
+        for dp_rank in range(int(topology.get("dp_size") or 1)):
+            path = f"/route?prefill_dp_rank={dp_rank}&prefill_cp_rank=0&target_tp_rank=0&target_pp_rank=0"
+            rank = await self._upstream.fetch("GET", base + path, timeout_s=timeout_s)
+            if rank.status != 200:
+                raise ValueError(f"the bootstrap server {base} does not know DP rank {dp_rank} ({rank.status})")
+            address = _object(rank.body, "/route")
+            ranks.append(f"{address.get('rank_ip')}:{address.get('rank_port')}")
+        return tuple(ranks)
+
+    async def _facts(self, spec: EngineSpec, ranks: tuple[str, ...], timeout_s: float) -> EngineFacts:
+        server_info = await self._json(spec.url + "/server_info", timeout_s)
+        model_info = await self._json(spec.url + "/model_info", timeout_s)
+        role = wire.role_of(server_info)
+        if role != spec.role.value:
+            raise ValueError(f"it was started as {role}, not as {spec.role.value} (--disaggregation-mode)")
+        return wire.facts_of(server_info, model_info, ranks)
+
+    async def _status(self, url: str, timeout_s: float) -> int:
+        return (await self._upstream.fetch("GET", url, headers=self._headers, timeout_s=timeout_s)).status
+
+    async def _json(self, url: str, timeout_s: float) -> Mapping[str, Any]:
+        reply = await self._upstream.fetch("GET", url, headers=self._headers, timeout_s=timeout_s)
+        if reply.status != 200:
+            raise ValueError(f"{url} answers {reply.status}")
+        return _object(reply.body, url)
+
+
+def engine_headers(api_key: str | None) -> dict[str, str]:
+    """The headers of every call to a server."""
+    headers = {"content-type": "application/json"}
+    if api_key:
+        headers["authorization"] = f"Bearer {api_key}"
+    return headers
+
+
+def _object(body: bytes, source: str) -> Mapping[str, Any]:
+    try:
+        parsed = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise ValueError(f"{source} answers no JSON") from error
+    if not isinstance(parsed, dict):
+        raise ValueError(f"{source} answers no JSON object")
+    return parsed

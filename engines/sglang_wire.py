@@ -1,0 +1,364 @@
+"""SGLang 0.5.x on the wire: request bodies, rooms and rids, the poison table, replies read into our types. Pure.
+
+Everything that a body sent to an SGLang server may hold is decided here. The builder writes the three bootstrap
+fields together: a decode that gets a room without a host dies.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from engines.types import CacheFormat, EngineFacts, EngineLoad, FailureKind
+
+ROUTE_PROBE = "/route?prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
+"""Answers a prefill's topology once all of its ranks have registered, and 503 before."""
+
+RID_CHARS = 32
+_PROCESS_BITS, _COUNTER_BITS, _SLOT_BITS = 20, 33, 10
+_INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
+MAX_TOP_LOGPROBS = 128
+"""`MetadataBuffers.set_buf` raises above this inside the prefill's scheduler, which ends the process (0.5.23)."""
+
+
+# ---- identity of an attempt ------------------------------------------------------------------------------------------
+
+
+class RoomMaker:
+    """Hands out rooms that no other process hands out, each fit for one prefill DP rank.
+
+    A room is 20 bits of process id, a 33-bit counter that starts anywhere, and a 10-bit slot chosen so that
+    `room % dp_size == rank` (else random). Never 0; a counter value comes back after 2**33 rooms.
+    """
+
+    def __init__(self, rng: random.Random, process_id: int | None = None) -> None:
+        self._rng = rng
+        self._process = (rng.getrandbits(_PROCESS_BITS) if process_id is None else process_id) % (1 << _PROCESS_BITS)
+        self._counter = rng.getrandbits(_COUNTER_BITS)
+
+    def next_room(self, dp_size: int = 1, rank: int | None = None) -> int:
+        """A new room; `rank` asks for the prefill DP rank that SGLang derives as `room % dp_size`."""
+        self._counter = (self._counter + 1) % (1 << _COUNTER_BITS)
+        base = ((self._process << _COUNTER_BITS) | self._counter) << _SLOT_BITS
+        slot = self._rng.getrandbits(_SLOT_BITS)
+        if rank is not None and dp_size > 1:
+            slot = self._slot_for(base, dp_size, rank % dp_size, slot)
+        return (base | slot) or 1
+
+    @staticmethod
+    def _slot_for(base: int, dp_size: int, rank: int, slot: int) -> int:
+        """The slot next to `slot` that gives the wanted remainder; dp sizes are far below the 1,024 slots."""
+        first = (rank - base) % dp_size
+        steps = ((1 << _SLOT_BITS) - 1 - first) // dp_size + 1
+        return first + dp_size * (slot % steps)
+
+
+def new_rid(rng: random.Random) -> str:
+    """A request id for one attempt: fixed width, so none is a prefix of another (SGLang aborts by prefix)."""
+    return f"{rng.getrandbits(RID_CHARS * 4):0{RID_CHARS}x}"
+
+
+# ---- what may not be sent --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Poison:
+    """One row of the poison table: a field that SGLang's PD mode must never get, and why."""
+
+    field: str
+    reason: str
+    version: str = "0.5.23"
+
+
+_TOP_LOGPROBS = f"at most {MAX_TOP_LOGPROBS} top logprobs can be handed from prefill to decode"
+POISON_TABLE = (
+    Poison("top_logprobs", _TOP_LOGPROBS),
+    Poison("logprobs", _TOP_LOGPROBS),
+    Poison("top_logprobs_num", _TOP_LOGPROBS),
+    Poison("best_of", "best_of above 1 is not built yet for a prefill/decode pair; ask for n samples instead"),
+    Poison("logprob_start_len", "prompt logprobs are not built yet for a prefill/decode pair; leave it out or send -1"),
+    Poison("echo", "echo with logprobs needs prompt logprobs, which are not built yet; send one of the two"),
+    Poison("session_params", "sessions live on one server and cannot be handed from prefill to decode"),
+    Poison("input_embeds", "embeddings as input cannot be handed from prefill to decode; send text or input_ids"),
+    Poison("return_sampling_mask", "sampling masks are not handed from prefill to decode by default"),
+    Poison("input_ids", "the list of token ids is empty; send at least one"),
+    Poison("min_p", "min_p above 0 with a seed ends a server in deterministic mode; drop one of the two"),
+    Poison("beam_width", "beam search is not supported on a prefill/decode pair; leave it out or send 1"),
+    Poison("integer", "integers must fit into 64 bits"),
+)
+_ROWS = {row.field: row for row in POISON_TABLE}
+
+
+def poison(body: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The first field of `body` that must not reach a PD server, with the reason in words for the client.
+
+    `body` is one engine request of any of the three generation routes; `sampling_params` is looked into.
+    """
+    params = body.get("sampling_params")
+    inner: Mapping[str, Any] = params if isinstance(params, dict) else {}
+    for name, prefix, source in _fields(body, inner):
+        if (row := _ROWS.get(name)) is not None and _is_poison(name, source[name], source, body):
+            return prefix + name, row.reason
+    if (path := _oversized_integer(body)) is not None:
+        return path, _ROWS["integer"].reason
+    return None
+
+
+def _fields(body: Mapping[str, Any], inner: Mapping[str, Any]) -> Iterable[tuple[str, str, Mapping[str, Any]]]:
+    yield from ((name, "", body) for name in body)
+    yield from ((name, "sampling_params.", inner) for name in inner)
+
+
+def _is_poison(name: str, value: Any, source: Mapping[str, Any], body: Mapping[str, Any]) -> bool:
+    match name:
+        case "top_logprobs" | "logprobs" | "top_logprobs_num":
+            return isinstance(value, int) and value > MAX_TOP_LOGPROBS
+        case "best_of" | "beam_width":
+            return isinstance(value, int) and value > 1
+        case "logprob_start_len":
+            return isinstance(value, int) and value >= 0 and bool(body.get("return_logprob", True))
+        case "echo":
+            return value is True and body.get("logprobs") not in (None, False)
+        case "input_ids":
+            return isinstance(value, list) and (not value or [] in value)
+        case "min_p":
+            seeded = source.get("seed") is not None or source.get("sampling_seed") is not None
+            return isinstance(value, int | float) and value > 0 and seeded
+        case "return_sampling_mask":
+            return value is True
+        case _:
+            return value is not None
+
+
+def _oversized_integer(value: Any, path: str = "") -> str | None:
+    """The path of the first integer outside int64. Long flat lists (token ids) are looked at by their extremes."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, float):  # the JSON parser makes floats of integers beyond 64 bits
+        return (path or "body") if abs(value) >= 2**63 else None
+    if isinstance(value, int):
+        return None if _INT64_MIN <= value <= _INT64_MAX else path or "body"
+    if isinstance(value, dict):
+        items: Iterable[tuple[Any, Any]] = value.items()
+    elif isinstance(value, list):
+        if value and all(type(item) is int for item in value):
+            return _oversized_integer(max(value, key=abs), path)
+        items = enumerate(value)
+    else:
+        return None
+    for key, item in items:
+        if (found := _oversized_integer(item, f"{path}.{key}" if path else str(key))) is not None:
+            return found
+    return None
+
+
+# ---- bodies ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Bootstrap:
+    """Where a decode finds its prefill: the three fields exist together or not at all."""
+
+    host: str
+    port: int
+    room: int
+
+    def fields(self) -> dict[str, Any]:
+        return {"bootstrap_host": self.host, "bootstrap_port": self.port, "bootstrap_room": self.room}
+
+
+def generation_body(body: Mapping[str, Any], rid: str, bootstrap: Bootstrap, *, want_usage: bool) -> bytes:
+    """The JSON sent to both legs of one attempt: the client's body, plus rid and bootstrap fields.
+
+    `want_usage` (OpenAI streams) asks for the closing usage event, which the gateway learns from and cuts again when
+    the client had not asked.
+    """
+    patched = {**body, "rid": rid, **bootstrap.fields()}
+    if want_usage:
+        options = body.get("stream_options")
+        patched["stream_options"] = {**(options if isinstance(options, dict) else {}), "include_usage": True}
+    return orjson.dumps(patched)
+
+
+def abort_body(rid: str) -> bytes:
+    """The body of `/abort_request`. An empty rid would once have aborted everything: refused."""
+    if len(rid) != RID_CHARS:
+        raise ValueError(f"a rid has {RID_CHARS} characters, not {rid!r}")
+    return orjson.dumps({"rid": rid})
+
+
+# ---- answers ---------------------------------------------------------------------------------------------------------
+
+
+def error_text(body: bytes) -> str:
+    """The message inside an error body of any of SGLang's shapes; the raw text where there is none."""
+    try:
+        parsed = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return body[:2000].decode(errors="replace")
+    if isinstance(parsed, dict):
+        error = parsed.get("error", parsed)
+        if isinstance(error, str):
+            return error
+        if isinstance(error, dict) and isinstance(error.get("message"), str):
+            return str(error["message"])
+        if "detail" in parsed:
+            return str(parsed["detail"])
+    return body[:2000].decode(errors="replace")
+
+
+def stream_error(data: bytes) -> tuple[str, int | None, bool]:
+    """Message, code, and whether it is an abort, of an in-stream failure: an error event or a finish_reason abort."""
+    try:
+        parsed = orjson.loads(data)
+    except orjson.JSONDecodeError:
+        parsed = None
+    if not isinstance(parsed, dict):
+        return data[:2000].decode(errors="replace"), None, False
+    if isinstance(error := parsed.get("error"), dict):
+        code = error.get("code")
+        return str(error.get("message", "")), code if isinstance(code, int) else None, False
+    message, status = abort_reason(parsed) or ("", None)
+    return message, status, True
+
+
+def abort_reason(answer: Mapping[str, Any]) -> tuple[str, int | None] | None:
+    """Message and status code when an answer (OpenAI or /generate) ended with finish_reason abort; else None."""
+    meta = answer.get("meta_info")
+    if isinstance(meta, dict):
+        finish = meta.get("finish_reason")
+        if isinstance(finish, dict) and finish.get("type") == "abort":
+            code = finish.get("status_code")
+            return str(finish.get("message", "aborted")), code if isinstance(code, int) else None
+    for choice in answer.get("choices") or ():
+        if isinstance(choice, dict) and choice.get("finish_reason") == "abort":
+            return "finish_reason abort", None
+    return None
+
+
+def judge_answer(status: int, body: bytes) -> tuple[FailureKind, str, int | None] | None:
+    """What is wrong with a whole non-streamed answer: (kind, message, status), or None for a good one."""
+    if status >= 400:
+        return FailureKind.STATUS, error_text(body), status
+    try:
+        parsed = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return FailureKind.GARBLED, "the answer is not JSON", status
+    if not isinstance(parsed, dict):
+        return FailureKind.GARBLED, "the answer is not a JSON object", status
+    if (reason := abort_reason(parsed)) is not None:
+        return FailureKind.ABORTED, reason[0], reason[1]
+    if "choices" not in parsed and "meta_info" not in parsed:
+        return FailureKind.GARBLED, "the answer has neither choices nor meta_info", status
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one answer; `cached_tokens` is None where the engine does not report it."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int | None
+
+
+def usage_of(answer: Mapping[str, Any]) -> Usage | None:
+    """Token counts of a whole answer, of a usage event, or of a /generate chunk; None where it has none."""
+    usage = answer.get("usage")
+    if isinstance(usage, dict):
+        details = usage.get("prompt_tokens_details")
+        cached = details.get("cached_tokens") if isinstance(details, dict) else None
+        return Usage(int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0), cached)
+    meta = answer.get("meta_info")
+    if isinstance(meta, dict) and "prompt_tokens" in meta:
+        return Usage(int(meta["prompt_tokens"]), int(meta.get("completion_tokens") or 0), meta.get("cached_tokens"))
+    return None
+
+
+# ---- probes ----------------------------------------------------------------------------------------------------------
+
+
+def boot_fingerprint(server_info: Mapping[str, Any], ranks: Iterable[str] = ()) -> str:
+    """What changes at every start of a server: its startup durations as text, its seed, its command, its rank ports.
+
+    SGLang publishes no start time; `startup_time` holds durations, whose last digits no two starts share.
+    """
+    parts = [
+        orjson.dumps(server_info.get("startup_time"), option=orjson.OPT_SORT_KEYS),
+        str(server_info.get("random_seed")).encode(),
+        str(server_info.get("launch_command")).encode(),
+        *(rank.encode() for rank in sorted(ranks)),
+    ]
+    return hashlib.blake2b(b"\0".join(parts), digest_size=16).hexdigest()
+
+
+def facts_of(server_info: Mapping[str, Any], model_info: Mapping[str, Any], ranks: Iterable[str] = ()) -> EngineFacts:
+    """What a server says of itself. Raises ValueError naming a field that is missing or of a wrong type."""
+    return EngineFacts(
+        model=str(model_info.get("served_model_name") or server_info.get("served_model_name") or ""),
+        weight_version=str(model_info.get("weight_version") or ""),
+        cache_format=CacheFormat(
+            page_size_tokens=_int(server_info, "page_size", 1),
+            kv_cache_dtype=str(server_info.get("kv_cache_dtype") or "auto"),
+            allocation_policy=str(server_info.get("disaggregation_decode_allocation_policy") or "early"),
+            transfer_backend=str(server_info.get("disaggregation_transfer_backend") or ""),
+            kv_layout="page_major" if server_info.get("enable_page_major_kv_layout") else "",
+        ),
+        max_total_tokens=_int(server_info, "max_total_num_tokens"),
+        context_tokens=_int(server_info, "max_req_input_len") + 6,  # max_req_input_len = context length - 6 (0.5.23)
+        chunk_tokens=max(1, _int(server_info, "chunked_prefill_size", 8192)),
+        dp_size=max(1, _int(server_info, "dp_size", 1)),
+        boot_fingerprint=boot_fingerprint(server_info, ranks),
+        version=str(server_info.get("version") or ""),
+        max_running_requests=_int(server_info, "max_running_requests", 256),
+        radix_cache=_radix_cache(server_info),
+    )
+
+
+def _radix_cache(server_info: Mapping[str, Any]) -> bool:
+    """A decode keeps no radix cache unless told to."""
+    if server_info.get("disaggregation_mode") == "decode":
+        return bool(server_info.get("disaggregation_decode_enable_radix_cache"))
+    return not server_info.get("disable_radix_cache")
+
+
+def _int(source: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    value = source.get(name)
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"server_info.{name} is {value!r}, not an integer")
+    return value
+
+
+def load_of(loads: Mapping[str, Any]) -> EngineLoad | None:
+    """One `/v1/loads` answer summed over its DP ranks; None when it has none."""
+    ranks = [rank for rank in loads.get("loads") or () if isinstance(rank, dict)]
+    if not ranks:
+        return None
+
+    def total(name: str) -> int:
+        return sum(int(rank.get(name) or 0) for rank in ranks)
+
+    return EngineLoad(
+        taken_s=min(float(rank.get("timestamp") or 0.0) for rank in ranks),
+        running_requests=total("num_running_reqs"),
+        waiting_requests=total("num_waiting_reqs"),
+        waiting_uncached_tokens=total("num_waiting_uncached_tokens"),
+        used_tokens=total("num_used_tokens"),
+        total_tokens=total("num_total_tokens"),
+        max_total_tokens=total("max_total_num_tokens"),
+        prefill_uncached_tokens_total=total("total_prefill_uncached_tokens"),
+        prefill_busy_us_total=total("total_prefill_busy_us"),
+    )
+
+
+def role_of(server_info: Mapping[str, Any]) -> str:
+    """The role a server was started in: `prefill`, `decode`, or `plain`."""
+    mode = server_info.get("disaggregation_mode")
+    return str(mode) if mode in ("prefill", "decode") else "plain"

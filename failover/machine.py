@@ -1,0 +1,74 @@
+"""The health table of one instance, in its first form: readiness by probes, suspicion at the first sign. Pure, total.
+
+Suspicion is immediate and costs nothing to undo: one refusal, reset or timeout stops new rooms until a probe succeeds.
+An answer of the server that says 4xx or 500 is not an event here: it proves that the server lives.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from engines.types import FailureKind, Health, Outcome
+
+
+class HealthEvent(Enum):
+    """What was seen of an instance."""
+
+    PROBE_READY = "probe_ready"
+    PROBE_NOT_READY = "probe_not_ready"
+    """It answered, and takes no new rooms (starting, draining, wrong role)."""
+    PROBE_FAILED = "probe_failed"
+    LEG_BROKE = "leg_broke"
+    """A leg on it was refused, reset or timed out."""
+    LEAK_FOUND = "leak_found"
+    """It still counts a request 60 s after it was told to drop it."""
+    RESTARTED = "restarted"
+
+
+_H, _E = Health, HealthEvent
+
+TRANSITIONS: dict[tuple[Health, HealthEvent], Health] = {
+    (_H.UNKNOWN, _E.PROBE_READY): _H.READY,
+    (_H.UNKNOWN, _E.PROBE_NOT_READY): _H.NOT_READY,
+    (_H.UNKNOWN, _E.PROBE_FAILED): _H.SUSPECTED,
+    (_H.UNKNOWN, _E.LEG_BROKE): _H.SUSPECTED,
+    (_H.UNKNOWN, _E.LEAK_FOUND): _H.LEAKING,
+    (_H.UNKNOWN, _E.RESTARTED): _H.UNKNOWN,
+    (_H.READY, _E.PROBE_READY): _H.READY,
+    (_H.READY, _E.PROBE_NOT_READY): _H.NOT_READY,
+    (_H.READY, _E.PROBE_FAILED): _H.SUSPECTED,
+    (_H.READY, _E.LEG_BROKE): _H.SUSPECTED,
+    (_H.READY, _E.LEAK_FOUND): _H.LEAKING,
+    (_H.READY, _E.RESTARTED): _H.READY,
+    (_H.SUSPECTED, _E.PROBE_READY): _H.READY,
+    (_H.SUSPECTED, _E.PROBE_NOT_READY): _H.NOT_READY,
+    (_H.SUSPECTED, _E.PROBE_FAILED): _H.SUSPECTED,
+    (_H.SUSPECTED, _E.LEG_BROKE): _H.SUSPECTED,
+    (_H.SUSPECTED, _E.LEAK_FOUND): _H.LEAKING,
+    (_H.SUSPECTED, _E.RESTARTED): _H.SUSPECTED,
+    (_H.NOT_READY, _E.PROBE_READY): _H.READY,
+    (_H.NOT_READY, _E.PROBE_NOT_READY): _H.NOT_READY,
+    (_H.NOT_READY, _E.PROBE_FAILED): _H.SUSPECTED,
+    (_H.NOT_READY, _E.LEG_BROKE): _H.SUSPECTED,
+    (_H.NOT_READY, _E.LEAK_FOUND): _H.LEAKING,
+    (_H.NOT_READY, _E.RESTARTED): _H.NOT_READY,
+    # A leak ends only with the process that leaks.
+    (_H.LEAKING, _E.PROBE_READY): _H.LEAKING,
+    (_H.LEAKING, _E.PROBE_NOT_READY): _H.LEAKING,
+    (_H.LEAKING, _E.PROBE_FAILED): _H.LEAKING,
+    (_H.LEAKING, _E.LEG_BROKE): _H.LEAKING,
+    (_H.LEAKING, _E.LEAK_FOUND): _H.LEAKING,
+    (_H.LEAKING, _E.RESTARTED): _H.SUSPECTED,
+}
+
+_BROKEN = frozenset({FailureKind.CONNECT, FailureKind.RESET, FailureKind.TIMEOUT, FailureKind.TRUNCATED})
+
+
+def step(health: Health, event: HealthEvent) -> Health:
+    """The next state of an instance."""
+    return TRANSITIONS[health, event]
+
+
+def breaks(outcome: Outcome) -> bool:
+    """Whether a leg's failure is a sign that its server, or the way to it, is gone."""
+    return outcome.kind in _BROKEN

@@ -1,0 +1,171 @@
+"""Looks at every server again and again, feeds what it sees to the health table, and tells what changed.
+
+A shell: `machine.py` decides. One task per server for probes, one for loads; a broken leg asks for a probe at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
+
+from engines.types import EngineFacts, EngineId, EngineLoad, EngineSpec, EngineView, Health, Outcome
+from failover import machine
+from failover.machine import HealthEvent
+
+_log = logging.getLogger("pdgate.monitor")
+
+STALE_PROBE_S = 5.0
+"""No decode is given a prefill whose bootstrap server did not answer within this: a dead one stalls all its work."""
+
+
+class Seen(Protocol):
+    """What one probe found (`engines.base.Probe`)."""
+
+    @property
+    def reachable(self) -> bool: ...
+    @property
+    def ready(self) -> bool: ...
+    @property
+    def reason(self) -> str: ...
+    @property
+    def facts(self) -> EngineFacts | None: ...
+
+
+class Prober(Protocol):
+    """How servers are looked at; an `engines.base.Engine` does it."""
+
+    async def probe(self, spec: EngineSpec, timeout_s: float) -> Seen: ...
+    async def load(self, spec: EngineSpec, timeout_s: float) -> EngineLoad | None: ...
+
+
+class Registry(Protocol):
+    """Where it is written down (`engines.fleet.Fleet`)."""
+
+    def views(self) -> tuple[EngineView, ...]: ...
+    def view(self, engine_id: EngineId) -> EngineView: ...
+    def set_health(self, engine_id: EngineId, health: Health, reason: str = "") -> None: ...
+    def set_facts(self, engine_id: EngineId, facts: EngineFacts) -> bool: ...
+    def set_load(self, engine_id: EngineId, load: EngineLoad | None) -> None: ...
+
+
+class Listener(Protocol):
+    """Who is told: the composition root wires these to the decider."""
+
+    def fleet_changed(self, engine_id: EngineId) -> None: ...
+    def restarted(self, engine_id: EngineId) -> None: ...
+
+
+Spawn = Callable[[Coroutine[Any, Any, None], str], "asyncio.Task[None]"]
+
+
+class Monitor:
+    """Keeps health, facts and loads of the fleet current. `start()` and `stop()` once each."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        prober: Prober,
+        listener: Listener,
+        spawn: Spawn,
+        *,
+        probe_interval_s: float,
+        load_interval_s: float,
+        timeout_s: float = 2.0,
+    ) -> None:
+        self._registry = registry
+        self._prober = prober
+        self._listener = listener
+        self._spawn = spawn
+        self._probe_interval_s = probe_interval_s
+        self._load_interval_s = load_interval_s
+        self._timeout_s = timeout_s
+        self._wake: dict[EngineId, asyncio.Event] = {}
+        self._probed_s: dict[EngineId, float] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        for view in self._registry.views():
+            self._wake[view.engine_id] = asyncio.Event()
+            self._tasks.append(self._spawn(self._keep_probing(view.spec), f"probe {view.engine_id}"))
+            self._tasks.append(self._spawn(self._keep_loading(view.spec), f"load {view.engine_id}"))
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()
+
+    def is_stale(self, engine_id: EngineId) -> bool:
+        """Whether its last good probe is too old to send it a new room."""
+        probed_s = self._probed_s.get(engine_id)
+        return probed_s is None or asyncio.get_running_loop().time() - probed_s > STALE_PROBE_S
+
+    def leg_failed(self, outcome: Outcome) -> None:
+        """A leg failed: where that is a sign of a dead server, it gets no new rooms until a probe succeeds."""
+        if machine.breaks(outcome):
+            self._step(outcome.engine_id, HealthEvent.LEG_BROKE, outcome.message)
+            self._wake[outcome.engine_id].set()
+
+    def leak_found(self, engine_id: EngineId) -> None:
+        """A server never let go of a request: it gets no new rooms until it restarts."""
+        self._step(engine_id, HealthEvent.LEAK_FOUND, "it still counts a request that was aborted 60 s ago")
+
+    async def probe_now(self, engine_id: EngineId) -> bool:
+        """One probe at once; whether the server is reachable and still the same process."""
+        view = self._registry.view(engine_id)
+        seen = await self._prober.probe(view.spec, self._timeout_s)
+        self._take(view.spec, seen)
+        return seen.reachable and self._registry.view(engine_id).epoch == view.epoch
+
+    # ---- loops ---------------------------------------------------------------------------------------------------
+
+    async def _keep_probing(self, spec: EngineSpec) -> None:
+        wake = self._wake[spec.engine_id]
+        while True:
+            wake.clear()
+            self._take(spec, await self._prober.probe(spec, self._timeout_s))
+            try:
+                async with asyncio.timeout(self._pause_s(spec.engine_id)):
+                    await wake.wait()
+            except TimeoutError:
+                continue
+            await asyncio.sleep(0.05)  # a storm of broken legs is one reason to look, not hundreds
+
+    def _pause_s(self, engine_id: EngineId) -> float:
+        ready = self._registry.view(engine_id).health is Health.READY
+        return self._probe_interval_s if ready else min(0.5, self._probe_interval_s)
+
+    async def _keep_loading(self, spec: EngineSpec) -> None:
+        while True:
+            if self._registry.view(spec.engine_id).facts is not None:
+                load = await self._prober.load(spec, self._timeout_s)
+                self._registry.set_load(spec.engine_id, load)
+                self._listener.fleet_changed(spec.engine_id)
+            await asyncio.sleep(self._load_interval_s)
+
+    # ---- what was seen -------------------------------------------------------------------------------------------
+
+    def _take(self, spec: EngineSpec, seen: Seen) -> None:
+        engine_id = spec.engine_id
+        if seen.facts is not None and self._registry.set_facts(engine_id, seen.facts):
+            _log.warning("%s %s restarted", spec.role, engine_id)
+            self._step(engine_id, HealthEvent.RESTARTED, "it restarted")
+            self._listener.restarted(engine_id)
+        if seen.ready:
+            self._probed_s[engine_id] = asyncio.get_running_loop().time()
+            self._step(engine_id, HealthEvent.PROBE_READY, "")
+        else:
+            event = HealthEvent.PROBE_NOT_READY if seen.reachable else HealthEvent.PROBE_FAILED
+            self._step(engine_id, event, seen.reason)
+
+    def _step(self, engine_id: EngineId, event: HealthEvent, reason: str) -> None:
+        view = self._registry.view(engine_id)
+        health = machine.step(view.health, event)
+        if health is view.health and health is Health.LEAKING:
+            return
+        self._registry.set_health(engine_id, health, "" if health is Health.READY else reason)
+        if health is not view.health:
+            _log.info("%s %s is %s%s", view.spec.role, engine_id, health, f": {reason}" if reason else "")
+            self._listener.fleet_changed(engine_id)

@@ -1,0 +1,182 @@
+"""The composition root: builds every part of a gateway, starts and stops them in order.
+
+`run` is `pdgate serve`. Nothing else builds parts, and no part knows another that it does not use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from random import Random, SystemRandom
+
+import uvloop
+from aiohttp import web
+
+from engines.fleet import Fleet
+from engines.sglang import SglangEngine, SglangStrategy
+from engines.sglang_wire import RoomMaker, new_rid
+from engines.tasks import spawn
+from engines.types import EngineId
+from engines.upstream import Upstream
+from failover.monitor import Monitor
+from failover.poison import PoisonGuard
+from gateway import admin_api
+from gateway.config import Config
+from gateway.context import Gateway
+from gateway.decider import Decider
+from gateway.explain import ExplainRing
+from gateway.http_server import make_app
+from gateway.learned import Learned
+from gateway.observability import Metrics
+from gateway.releaser import Releaser
+from gateway.tracing import Tracing
+from routing.index import PrefixIndex
+from routing.ownership_memory import MemoryOwnership
+from routing.policies import make_policy
+from routing.queueing import QueueLimits, WaitingQueue
+
+_log = logging.getLogger("pdgate")
+_LOADS_PER_PROBE = 4
+"""Load snapshots are cheap for a server (shared memory) and probes are not: take more of them."""
+_LAST_RELEASES_S = 6.0
+"""At shutdown, how long abandoned attempts may take to be released: the five seconds of aborts, and one."""
+
+
+def wall_clock_s() -> float:
+    """Unix seconds; only for `created` fields."""
+    return datetime.now(UTC).timestamp()
+
+
+class _ToDecider:
+    """Carries what the monitor saw to the decider, which is built after it."""
+
+    decider: Decider | None = None
+
+    def fleet_changed(self, engine_id: EngineId) -> None:
+        if self.decider is not None:
+            self.decider.fleet_changed(engine_id)
+
+    def restarted(self, engine_id: EngineId) -> None:
+        if self.decider is not None:
+            self.decider.restarted(engine_id)
+
+
+def build(config: Config) -> Gateway:
+    """All parts of a gateway, none of them started. Must run on the event loop."""
+    rng = Random(config.routing.seed)
+    ids = SystemRandom()  # rids and rooms must differ between processes that share a seed
+    fleet = Fleet((*config.fleet.prefills, *config.fleet.decodes))
+    upstream = Upstream()
+    engine = SglangEngine(upstream, config.server.api_key)
+    to_decider = _ToDecider()
+    probe_s = config.fleet.probe_interval_s
+    monitor = Monitor(
+        fleet, engine, to_decider, spawn, probe_interval_s=probe_s, load_interval_s=probe_s / _LOADS_PER_PROBE
+    )
+    metrics = Metrics()
+    decider = Decider(
+        fleet,
+        make_policy(config.routing.policy, config.routing.prefill_policy, config.routing.decode_policy),
+        PrefixIndex(),
+        MemoryOwnership(),
+        Learned(config.routing.profile),
+        WaitingQueue(QueueLimits(config.queue.max_requests, config.queue.max_bytes)),
+        rng,
+        new_rid=lambda: new_rid(ids),
+        is_stale=monitor.is_stale,
+    )
+    to_decider.decider = decider
+    gw = Gateway(
+        config=config,
+        fleet=fleet,
+        upstream=upstream,
+        engine=engine,
+        strategy=SglangStrategy(config.server.api_key),
+        monitor=monitor,
+        decider=decider,
+        releaser=Releaser(fleet, decider.bookings, monitor, metrics),
+        poison=PoisonGuard(),
+        rooms=RoomMaker(Random(ids.getrandbits(64))),
+        rng=Random(ids.getrandbits(64)),
+        explain=ExplainRing(config.explain.ring),
+        metrics=metrics,
+        tracing=Tracing(),
+        wall_clock_s=wall_clock_s,
+        started_s=int(wall_clock_s()),
+    )
+    metrics.add_fleet(lambda: admin_api.fleet_gauges(gw))
+    return gw
+
+
+@asynccontextmanager
+async def started(gw: Gateway) -> AsyncIterator[Gateway]:
+    """The parts at work; on leaving, abandoned attempts are released and every task has ended."""
+    await gw.upstream.start()
+    await gw.decider.store.start()
+    gw.monitor.start()
+    try:
+        yield gw
+    finally:
+        await gw.releaser.drained(_LAST_RELEASES_S)
+        await gw.monitor.stop()
+        await gw.decider.store.stop()
+        await gw.upstream.close()
+
+
+async def serve(config: Config, *, announce: bool = True) -> int:
+    """Serve until SIGTERM or SIGINT; then no new connections, and what runs may end within the grace period."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    gw = build(config)
+    async with started(gw):
+        runner = web.AppRunner(
+            make_app(gw),
+            access_log=None,
+            handler_cancellation=True,
+            shutdown_timeout=config.deadlines.shutdown_grace_s,
+        )
+        await runner.setup()
+        site = web.TCPSite(runner, config.server.host, config.server.port, reuse_address=True, backlog=4096)
+        try:
+            await site.start()
+        except OSError as error:
+            print(
+                f"pdgate: cannot listen on {config.server.host}:{config.server.port}: {error.strerror}", file=sys.stderr
+            )
+            await runner.cleanup()
+            return 1
+        if announce:
+            await _announce(gw, runner, config)
+        await stop.wait()
+        _log.info("stopping: no new connections, waiting for %d running attempts", gw.decider.bookings.live())
+        await runner.cleanup()
+    return 0
+
+
+async def _announce(gw: Gateway, runner: web.AppRunner, config: Config) -> None:
+    """One line for every note, one when listening, one when the first pair is there."""
+    for note in config.notes:
+        _log.warning("%s", note)
+    port = runner.addresses[0][1] if runner.addresses else config.server.port
+    _log.info(
+        "listening on http://%s:%s for %d prefill and %d decode servers, policy %s; prefix ownership in memory",
+        config.server.host,
+        port,
+        len(config.fleet.prefills),
+        len(config.fleet.decodes),
+        config.routing.policy,
+    )
+
+
+def run(config: Config) -> int:
+    """`pdgate serve`: the exit code."""
+    level = {"warn": "WARNING"}.get(config.server.log_level, config.server.log_level.upper())
+    logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    return uvloop.run(serve(config))

@@ -1,0 +1,362 @@
+"""Every knob of `pdgate serve`: default, unit, meaning and check, each written once.
+
+Pure. Flags that sglang-router has too mean the same here; its other flags are refused by name, never ignored.
+To add a knob: one field here, one line in `add_serve_arguments`, one in `from_args`, and code that reads it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+from urllib.parse import SplitResult, urlsplit
+
+from engines.types import H100_70B, PROFILES, EngineId, EngineProfile, EngineSpec, Role
+
+DEFAULT_BOOTSTRAP_PORT = 8998
+"""SGLang's own default; it is always sent, because a server that is told no port assumes its own."""
+
+POLICIES = ("cost", "random", "round_robin", "power_of_two", "cache_aware")
+_POLICIES_MISSING = ("manual", "bucket")
+LOG_LEVELS = ("debug", "info", "warn", "error")
+
+
+class ConfigError(ValueError):
+    """The command line cannot be served; the message says what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Where clients are answered. `api_key`: sent to every engine; clients must send it too."""
+
+    host: str = "0.0.0.0"
+    port: int = 30000
+    max_payload_bytes: int = 536_870_912
+    api_key: str | None = field(default=None, repr=False)
+    log_level: str = "info"
+
+
+@dataclass(frozen=True, slots=True)
+class FleetConfig:
+    """The servers, at least one of each role, and how often each is asked how it is."""
+
+    prefills: tuple[EngineSpec, ...] = ()
+    decodes: tuple[EngineSpec, ...] = ()
+    probe_interval_s: float = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingConfig:
+    """How pairs are chosen. Where `prefill_policy` or `decode_policy` is given, each side is chosen by itself.
+
+    `seed` fixes how ties break; None draws one. `profile` is what is assumed of servers until they are measured.
+    """
+
+    policy: str = "cost"
+    prefill_policy: str | None = None
+    decode_policy: str | None = None
+    seed: int | None = None
+    profile: EngineProfile = H100_70B
+
+
+@dataclass(frozen=True, slots=True)
+class QueueConfig:
+    """What may wait in the gateway, and for how long, before it is refused with 429."""
+
+    max_requests: int = 10_000
+    max_bytes: int = 1 << 30
+    timeout_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class DeadlineConfig:
+    """How long things may take: the whole request, from dispatch to first output, between outputs, shutting down."""
+
+    request_s: float = 1800.0
+    first_output_s: float = 120.0
+    """Well below the 300 s after which SGLang itself gives up a half-joined pair."""
+    stall_s: float = 60.0
+    shutdown_grace_s: float = 180.0
+
+
+@dataclass(frozen=True, slots=True)
+class RetryConfig:
+    """How many attempts a request may have in all, the first included."""
+
+    max_attempts: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainConfig:
+    """How many of the latest decisions are kept for `explain`."""
+
+    ring: int = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """All of it. `notes` are lines the operator is shown at the start."""
+
+    server: ServerConfig = ServerConfig()
+    fleet: FleetConfig = FleetConfig()
+    routing: RoutingConfig = RoutingConfig()
+    queue: QueueConfig = QueueConfig()
+    deadlines: DeadlineConfig = DeadlineConfig()
+    retry: RetryConfig = RetryConfig()
+    explain: ExplainConfig = ExplainConfig()
+    notes: tuple[str, ...] = ()
+
+
+def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of `pdgate serve` on `parser`."""
+    base = Config()
+    fleet = parser.add_argument_group("fleet")
+    fleet.add_argument("--pd-disaggregation", action="store_true", help="serve prefill/decode pairs (required)")
+    fleet.add_argument(
+        "--prefill",
+        nargs="+",
+        action="append",
+        default=[],
+        metavar=("URL", "BOOTSTRAP_PORT"),
+        help=f"a prefill server and its bootstrap port (default {DEFAULT_BOOTSTRAP_PORT}); may be given again",
+    )
+    fleet.add_argument(
+        "--decode", action="append", default=[], metavar="URL", help="a decode server; may be given again"
+    )
+    _add(fleet, "--probe-interval-secs", _seconds, base.fleet.probe_interval_s, "how often each server is probed")
+
+    server = parser.add_argument_group("server")
+    _add(server, "--host", str, base.server.host, "address to listen on")
+    _add(server, "--port", _whole(0, 65535), base.server.port, "port to listen on; 0 takes a free one")
+    _add(server, "--max-payload-size", _whole(1), base.server.max_payload_bytes, "largest request body, in bytes")
+    _add(server, "--api-key", str, None, "key sent to every engine, and asked of clients")
+    _add(server, "--log-level", str, base.server.log_level, "least severe level logged", choices=LOG_LEVELS)
+
+    routing = parser.add_argument_group("routing")
+    _add(routing, "--policy", _policy, base.routing.policy, f"how pairs are chosen: {', '.join(POLICIES)}")
+    _add(routing, "--prefill-policy", _policy, None, "the same for prefills alone")
+    _add(routing, "--decode-policy", _policy, None, "the same for decodes alone")
+    _add(routing, "--seed", int, base.routing.seed, "fixes how ties break (default: drawn at start)")
+    _add(
+        routing,
+        "--profile",
+        str,
+        base.routing.profile.name,
+        "what servers are assumed to be like until measured",
+        choices=tuple(PROFILES),
+    )
+    _add(routing, "--explain-ring", _whole(1), base.explain.ring, "latest decisions kept for `explain`")
+
+    limits = parser.add_argument_group("limits")
+    _add(limits, "--queue-max-requests", _whole(0), base.queue.max_requests, "requests that may wait")
+    _add(limits, "--queue-max-bytes", _whole(1), base.queue.max_bytes, "bytes of bodies that may wait")
+    _add(limits, "--queue-timeout-secs", _seconds, base.queue.timeout_s, "longest wait for a pair")
+    _add(limits, "--request-timeout-secs", _seconds, base.deadlines.request_s, "longest a request may take")
+    _add(
+        limits, "--first-token-timeout-secs", _seconds, base.deadlines.first_output_s, "longest from dispatch to output"
+    )
+    _add(limits, "--stall-timeout-secs", _seconds, base.deadlines.stall_s, "longest pause within a stream")
+    grace_s = base.deadlines.shutdown_grace_s
+    _add(limits, "--shutdown-grace-period-secs", _seconds_or_0, grace_s, "longest wait for what runs at shutdown")
+    _add(limits, "--max-attempts", _whole(1), base.retry.max_attempts, "attempts a request may have in all")
+
+    for flag, advice in REFUSED_FLAGS.items():
+        parser.add_argument(flag, action=_Refuse, nargs="*", help=argparse.SUPPRESS, const=advice)
+
+
+def from_args(args: argparse.Namespace) -> Config:
+    """The configuration that parsed arguments ask for; raises ConfigError."""
+    if not args.pd_disaggregation:
+        raise ConfigError("add --pd-disaggregation: pdgate serves prefill/decode pairs only (yet)")
+    routing, notes = _routing(args)
+    return Config(
+        server=ServerConfig(args.host, args.port, args.max_payload_size, args.api_key, args.log_level),
+        fleet=_fleet(args),
+        routing=routing,
+        queue=QueueConfig(args.queue_max_requests, args.queue_max_bytes, args.queue_timeout_secs),
+        deadlines=DeadlineConfig(
+            request_s=args.request_timeout_secs,
+            first_output_s=args.first_token_timeout_secs,
+            stall_s=args.stall_timeout_secs,
+            shutdown_grace_s=args.shutdown_grace_period_secs,
+        ),
+        retry=RetryConfig(args.max_attempts),
+        explain=ExplainConfig(args.explain_ring),
+        notes=notes,
+    )
+
+
+def _routing(args: argparse.Namespace) -> tuple[RoutingConfig, tuple[str, ...]]:
+    wanted = (args.policy, args.prefill_policy, args.decode_policy)
+    policy, prefill, decode = ("cost" if name == "cache_aware" else name for name in wanted)
+    notes = []
+    if "cache_aware" in wanted:
+        notes.append("policy cache_aware runs as cost, which weighs cached prefixes against queues in seconds")
+    return RoutingConfig(policy, prefill, decode, args.seed, PROFILES[args.profile]), tuple(notes)
+
+
+# -- the fleet ------------------------------------------------------------------------------------------------------
+
+
+def _fleet(args: argparse.Namespace) -> FleetConfig:
+    prefills = tuple(_prefill(given) for given in args.prefill)
+    decodes = tuple(_decode(url) for url in args.decode)
+    for specs, role in ((prefills, Role.PREFILL), (decodes, Role.DECODE)):
+        if not specs:
+            raise ConfigError(f"add at least one --{role} URL")
+    seen: dict[tuple[str | None, int | None], Role] = {}
+    for spec in prefills + decodes:
+        parts = urlsplit(spec.url)
+        place = (parts.hostname, parts.port)
+        if place in seen:
+            both = "twice" if seen[place] is spec.role else f"as --{seen[place]} and as --{spec.role}"
+            raise ConfigError(f"{spec.url} is given {both}: each server has one role and is named once")
+        seen[place] = spec.role
+    return FleetConfig(prefills, decodes, args.probe_interval_secs)
+
+
+def _prefill(given: Sequence[str]) -> EngineSpec:
+    if len(given) > 2:
+        raise ConfigError(f"--prefill takes a URL and a bootstrap port, not {len(given)} words: {' '.join(given)}")
+    url, parts = _url("--prefill", given[0])
+    host = parts.hostname or ""
+    return EngineSpec(
+        engine_id=EngineId(url),
+        url=url,
+        role=Role.PREFILL,
+        # IPv6 stays bracketed: SGLang joins host and port by plain concatenation.
+        bootstrap_host=f"[{host}]" if ":" in host else host,
+        bootstrap_port=_bootstrap_port(given[1]) if len(given) == 2 else DEFAULT_BOOTSTRAP_PORT,
+    )
+
+
+def _decode(given: str) -> EngineSpec:
+    url, _ = _url("--decode", given)
+    return EngineSpec(engine_id=EngineId(url), url=url, role=Role.DECODE)
+
+
+def _bootstrap_port(text: str) -> int:
+    if text.lower() == "none":
+        return DEFAULT_BOOTSTRAP_PORT
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 65535:
+        raise ConfigError(f"--prefill: bootstrap port {text!r} must be a number from 1 to 65535, or none")
+    return int(text)
+
+
+def _url(flag: str, text: str) -> tuple[str, SplitResult]:
+    """(the URL without trailing slash, its parts); refuses what is not http://host:port."""
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError as error:
+        raise ConfigError(f"{flag} {text}: {error}") from None
+    if parts.scheme != "http" or not parts.hostname or port is None or port == 0:
+        raise ConfigError(f"{flag} {text}: must be http://HOST:PORT")
+    if parts.path.strip("/") or parts.query or parts.fragment or parts.username is not None:
+        raise ConfigError(f"{flag} {text}: must be http://HOST:PORT and nothing more")
+    return text.rstrip("/"), parts
+
+
+# -- reading flags --------------------------------------------------------------------------------------------------
+
+
+def _add(
+    group: Any, flag: str, kind: Callable[[str], Any], default: object, text: str, choices: Sequence[str] | None = None
+) -> None:
+    shown = "" if default is None else " (default %(default)s)"
+    group.add_argument(flag, type=kind, default=default, choices=choices, help=text + shown)
+
+
+def _whole(low: int, high: int | None = None) -> Callable[[str], int]:
+    def whole(text: str) -> int:
+        value = int(text)
+        if value < low or (high is not None and value > high):
+            raise argparse.ArgumentTypeError(f"{value} must be at least {low}" + (f", at most {high}" if high else ""))
+        return value
+
+    whole.__name__ = "whole number"  # argparse names it in its own error
+    return whole
+
+
+def _seconds(text: str) -> float:
+    value = _seconds_or_0(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError("must be more than 0 seconds")
+    return value
+
+
+def _seconds_or_0(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} must be a number of seconds")
+    return value
+
+
+def _policy(text: str) -> str:
+    if text in _POLICIES_MISSING:
+        raise argparse.ArgumentTypeError(
+            f"policy {text} of sglang-router is not built yet; use one of {', '.join(POLICIES)}"
+        )
+    if text not in POLICIES:
+        raise argparse.ArgumentTypeError(f"unknown policy {text!r}; use one of {', '.join(POLICIES)}")
+    return text
+
+
+class _Refuse(argparse.Action):
+    """A flag that operators may bring along from sglang-router: ignoring it would change what they asked for."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> NoReturn:
+        parser.error(f"{option_string} is a flag of sglang-router that pdgate does not have (yet): {self.const}")
+
+
+_REFUSED = {
+    "remove it": """
+        --max-idle-secs --assignment-mode --dp-aware --enable-igw --mini-lb --prometheus-duration-buckets
+        --request-id-headers --mcp-config-path --enable-trace --otlp-traces-endpoint""",
+    "the cost policy needs no thresholds; remove it": """
+        --cache-threshold --balance-abs-threshold --balance-rel-threshold --bucket-adjust-interval-secs
+        --eviction-interval-secs --max-tree-size""",
+    "name servers with --prefill and --decode, and remove it": """
+        --worker-urls --service-discovery --selector --service-discovery-port --service-discovery-namespace
+        --prefill-selector --decode-selector""",
+    "pdgate starts at once and takes servers as they come up; remove it": """
+        --worker-startup-timeout-secs --worker-startup-check-interval""",
+    "logs go to standard error; redirect them, and remove it": "--log-dir",
+    "metrics are at /metrics of --port; remove it": "--prometheus-port --prometheus-host",
+    "use --queue-max-requests": "--queue-size",
+    "pdgate bounds what waits, not what runs: see --queue-max-requests; remove it": "--max-concurrent-requests",
+    "use --max-attempts": "--retry-max-retries",
+    "use --max-attempts 1": "--disable-retries",
+    "see --max-attempts; remove it": """
+        --retry-initial-backoff-ms --retry-max-backoff-ms --retry-backoff-multiplier --retry-jitter-factor""",
+    "failures are judged leg by leg; remove it": """
+        --cb-failure-threshold --cb-success-threshold --cb-timeout-duration-secs --cb-window-duration-secs
+        --disable-circuit-breaker""",
+    "use --probe-interval-secs": "--health-check-interval-secs",
+    "see --probe-interval-secs; remove it": """
+        --health-failure-threshold --health-success-threshold --health-check-timeout-secs --health-check-endpoint
+        --disable-health-check""",
+    "requests pass through as they came; remove it": """
+        --model-path --tokenizer-path --chat-template --tokenizer-cache-enable-l0 --tokenizer-cache-l0-max-entries
+        --tokenizer-cache-enable-l1 --tokenizer-cache-l1-max-memory""",
+    "set it on the engines, and remove it": "--reasoning-parser --tool-call-parser",
+    "all engines are SGLang; remove it": "--backend",
+    "pdgate keeps no conversations; remove it": """
+        --history-backend --oracle-wallet-path --oracle-tns-alias --oracle-connect-descriptor --oracle-username
+        --oracle-password --oracle-pool-min --oracle-pool-max --oracle-pool-timeout-secs --postgres-db-url
+        --postgres-pool-max --redis-url --redis-pool-max --redis-retention-days""",
+    "end TLS in front of pdgate, and remove it": """
+        --client-cert-path --client-key-path --ca-cert-paths --tls-cert-path --tls-key-path""",
+    "put access control in front of pdgate, and remove it": """
+        --cors-allowed-origins --rate-limit-tokens-per-second --control-plane-api-keys --control-plane-audit-enabled
+        --jwt-issuer --jwt-audience --jwt-jwks-uri --jwt-role-mapping""",
+}
+REFUSED_FLAGS = {flag: advice for advice, flags in _REFUSED.items() for flag in flags.split()}
+"""Every flag of sglang-router 0.3.2 that is not ours, and what to do instead."""

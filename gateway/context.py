@@ -1,0 +1,45 @@
+"""Everything one running gateway consists of, as `app.py` puts it together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+from engines.base import Engine, PairStrategy
+from engines.fleet import Fleet
+from engines.sglang_wire import RoomMaker
+from engines.upstream import Upstream
+from failover.monitor import Monitor
+from failover.poison import PoisonGuard
+from gateway.config import Config
+from gateway.decider import Decider
+from gateway.explain import ExplainRing
+from gateway.observability import Metrics
+from gateway.releaser import Releaser
+from gateway.tracing import Tracing
+
+
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    """The parts, in the order data flows through them.
+
+    `wall_clock_s` gives Unix seconds, for `created` fields; `started_s` is when this gateway was built.
+    """
+
+    config: Config
+    fleet: Fleet
+    upstream: Upstream
+    engine: Engine
+    strategy: PairStrategy
+    monitor: Monitor
+    decider: Decider
+    releaser: Releaser
+    poison: PoisonGuard
+    rooms: RoomMaker
+    rng: Random
+    explain: ExplainRing
+    metrics: Metrics
+    tracing: Tracing
+    wall_clock_s: Callable[[], float]
+    started_s: int

@@ -1,0 +1,394 @@
+"""Decides where requests go: owns the queue, the prefix index, the bookings and the estimates of one process.
+
+`submit` waits in the queue, then chooses a pair and books it in one synchronous step. What happens to the attempt
+comes back as events, each of which may let the next request leave. Pure rules are in `routing/`; this joins them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Protocol
+
+from engines.types import EngineId, EngineView, FleetSnapshot, Health, PrefillWork, Role, prefill_s
+from gateway.bookings import Booking, Bookings
+from gateway.errors import GatewayError, bad_request, no_pair, overloaded
+from gateway.learned import Learned
+from routing import filters
+from routing.index import NO_HIT, Match, PrefixIndex
+from routing.ownership import ClaimId, OwnershipStore
+from routing.policies import Policy
+from routing.queueing import FILL_RATIO, Offer, WaitingQueue, can_dispatch, has_room, retry_after_s
+from routing.types import Choice, DecodeState, Dropped, PrefillState, RequestView, RoutingSnapshot
+
+_FRESH_LOAD_S = 3.0
+_LOOK_AHEAD = 64
+"""Requests that one pass may dispatch; each finished pass is followed by another while the head can leave."""
+
+
+class FleetView(Protocol):
+    """What the decider may see of the fleet (`engines.fleet.Fleet`)."""
+
+    def snapshot(self) -> FleetSnapshot: ...
+
+
+@dataclass(slots=True)
+class Decision:
+    """A pair for one attempt, booked until `finished` is told. Everything `explain` shows is kept.
+
+    `claim` names what the ownership store was told; `handed_over` and `over` make each release happen once.
+    """
+
+    rid: str
+    request: RequestView
+    prefill: EngineView
+    decode: EngineView
+    choice: Choice
+    dropped: tuple[Dropped, ...]
+    booking: Booking
+    versions: Mapping[str, int]
+    waited_s: float
+    decided_s: float
+    claim: ClaimId | None
+    handed_over: bool = False
+    over: bool = False
+
+    @property
+    def pair(self) -> tuple[EngineId, EngineId]:
+        return self.prefill.engine_id, self.decode.engine_id
+
+
+@dataclass(slots=True)
+class _Waiter:
+    request: RequestView
+    pinned_prefill: EngineId | None
+    decided: asyncio.Future[Decision]
+
+
+class Decider:
+    """The decider of one process. Used from the event loop only."""
+
+    def __init__(
+        self,
+        fleet: FleetView,
+        policy: Policy,
+        index: PrefixIndex,
+        store: OwnershipStore,
+        learned: Learned,
+        queue: WaitingQueue,
+        rng: Random,
+        *,
+        new_rid: Callable[[], str],
+        is_stale: Callable[[EngineId], bool],
+    ) -> None:
+        self._fleet = fleet
+        self._policy = policy
+        self._rng = rng
+        self._new_rid = new_rid
+        self._is_stale = is_stale
+        self._waiters: dict[str, _Waiter] = {}
+        self._left_s: deque[float] = deque(maxlen=256)
+        self._pairs_of: tuple[int, frozenset[tuple[EngineId, EngineId]]] = (-1, frozenset())
+        self.index = index
+        self.store = store
+        self.learned = learned
+        self.queue = queue
+        self.bookings = Bookings()
+
+    # ---- requests ------------------------------------------------------------------------------------------------
+
+    async def submit(self, request: RequestView, pinned_prefill: EngineId | None = None) -> Decision:
+        """A pair for `request`, booked; the caller must tell `finished` of it exactly once.
+
+        `pinned_prefill` is taken while it can serve. Raises GatewayError: 429 when the queue is full or the request's
+        deadline passes first, 503 when no complete compatible pair is up. Cancelling books nothing.
+        """
+        loop = asyncio.get_running_loop()
+        waiter = _Waiter(request, pinned_prefill, loop.create_future())
+        if (offer := self.queue.offer(request)) is not Offer.ACCEPTED:
+            what = "requests" if offer is Offer.FULL_REQUESTS else "bytes"
+            raise overloaded(f"the queue is full ({what})", retry_after_s=self.retry_after_s())
+        self._waiters[request.request_id] = waiter
+        timer = loop.call_at(request.deadline_s, self._expire)
+        try:
+            self.pump()
+            return await waiter.decided
+        except asyncio.CancelledError:
+            if waiter.decided.done() and not waiter.decided.cancelled() and waiter.decided.exception() is None:
+                self.finished(waiter.decided.result())
+            raise
+        finally:
+            timer.cancel()
+            self.queue.take(request.request_id)
+            self._waiters.pop(request.request_id, None)
+
+    def pump(self) -> None:
+        """Let requests leave the queue, in order, while the first of them can."""
+        left = True
+        while left:
+            left = False
+            for request in self.queue.ready(_LOOK_AHEAD):
+                if not self._let_go(request):
+                    return
+                left = True
+
+    def retry_after_s(self) -> float:
+        """When a client that is turned away now might be served."""
+        spread_s = self._left_s[-1] - self._left_s[0] if len(self._left_s) > 1 else 0.0
+        return retry_after_s(self.queue, len(self._left_s) / spread_s if spread_s > 0 else 0.0)
+
+    def _let_go(self, request: RequestView) -> bool:
+        """Decide on the request at the head; False when it must wait."""
+        waiter = self._waiters[request.request_id]
+        if waiter.decided.done():
+            self.queue.take(request.request_id)
+            return True
+        try:
+            decision = self._decide(waiter)
+        except GatewayError as error:
+            waiter.decided.set_exception(error)
+            self.queue.take(request.request_id)
+            return True
+        if decision is None:
+            return False
+        waiter.decided.set_result(decision)
+        self.queue.take(request.request_id)
+        self._left_s.append(decision.decided_s)
+        return True
+
+    def _expire(self) -> None:
+        now_s = asyncio.get_running_loop().time()
+        for request in self.queue.expired(now_s + 1e-3):
+            waiter = self._waiters.get(request.request_id)
+            if waiter is not None and not waiter.decided.done():
+                waiter.decided.set_exception(
+                    overloaded(
+                        f"no decode had room for {request.kv_tokens} tokens in time",
+                        retry_after_s=self.retry_after_s(),
+                    )
+                )
+        self.pump()
+
+    # ---- the decision --------------------------------------------------------------------------------------------
+
+    def _decide(self, waiter: _Waiter) -> Decision | None:
+        """Choose and book, with nothing in between; None while every decode is full."""
+        request = waiter.request
+        now_s = asyncio.get_running_loop().time()
+        fleet = self._fleet.snapshot()
+        kept, dropped = filters.filter_engines(request, map(self._with_staleness, fleet.engines))
+        prefills = [view for view in kept if view.spec.role is Role.PREFILL]
+        decodes = [view for view in kept if view.spec.role is Role.DECODE]
+        if not prefills or not decodes:
+            raise _no_pair(prefills, decodes, dropped)
+        if pinned := [view for view in prefills if view.engine_id == waiter.pinned_prefill]:
+            prefills = pinned
+        match = self.index.match(request.blocks)
+        states = [self._decode_state(view) for view in decodes]
+        open_states = [state for state in states if has_room(request, state, FILL_RATIO)]
+        if not can_dispatch(request, open_states):
+            return None
+        snapshot = RoutingSnapshot(
+            now_s,
+            tuple(self._prefill_state(view, request, match, now_s) for view in prefills),
+            tuple(open_states),
+            self.learned.profile.link,
+            self.learned.profile.kv_bytes_per_token,
+            incompatible=self._incompatible(fleet),
+            versions=self._versions(fleet),
+        )
+        choice = self._policy.choose(request, snapshot, self._rng)
+        if choice is None:
+            if len(open_states) < len(states):
+                return None
+            raise no_pair("no prefill and decode that are up may be paired (see explain for the differing field)")
+        return self._book(request, snapshot, choice, dropped)
+
+    def _book(
+        self, request: RequestView, snapshot: RoutingSnapshot, choice: Choice, dropped: tuple[Dropped, ...]
+    ) -> Decision:
+        best = choice.best
+        prefill = next(state for state in snapshot.prefills if state.view.engine_id == best.prefill)
+        decode = next(state for state in snapshot.decodes if state.view.engine_id == best.decode)
+        work = PrefillWork(request.prompt_tokens, min(best.hit_tokens, request.prompt_tokens))
+        booking = Booking(
+            self._new_rid(),
+            best.prefill,
+            best.decode,
+            work,
+            request.kv_tokens,
+            prefill_s(prefill.timing, work.prompt_tokens, work.cached_tokens),
+            snapshot.now_s,
+        )
+        self.bookings.book(booking)
+        self.index.add_pending(best.prefill, request.blocks)
+        claim = self.store.claim_pending(best.prefill, prefill.view.epoch, request.blocks, snapshot.now_s)
+        waited_s = max(0.0, snapshot.now_s - request.arrival_s)
+        return Decision(
+            booking.rid,
+            request,
+            prefill.view,
+            decode.view,
+            choice,
+            dropped,
+            booking,
+            snapshot.versions,
+            waited_s,
+            snapshot.now_s,
+            claim,
+        )
+
+    def _with_staleness(self, view: EngineView) -> EngineView:
+        if view.health is Health.READY and self._is_stale(view.engine_id):
+            return replace(view, health=Health.SUSPECTED, reason="its last good probe is too old")
+        return view
+
+    def _prefill_state(self, view: EngineView, request: RequestView, match: Match, now_s: float) -> PrefillState:
+        facts = view.facts
+        assert facts is not None  # the filters dropped views without facts
+        timing = self.learned.prefill_timing(view.engine_id, facts.chunk_tokens)
+        hit = match.get(view.engine_id, NO_HIT)
+        page_tokens = facts.cache_format.page_size_tokens
+        booked_tokens = self.bookings.uncached_tokens(view.engine_id)
+        reported_tokens = view.load.waiting_uncached_tokens if view.load is not None else 0
+        unbooked_tokens = max(0, reported_tokens - booked_tokens)  # what others than this gateway brought
+        return PrefillState(
+            view,
+            timing,
+            booked_s=self.bookings.queue_s(view.engine_id, timing, now_s) + unbooked_tokens * timing.per_token_s,
+            booked_uncached_tokens=booked_tokens + unbooked_tokens,
+            booked_requests=self.bookings.prefill_requests(view.engine_id),
+            hit_tokens=hit_tokens(hit.held_blocks, request, page_tokens),
+            pending_hit_tokens=hit_tokens(hit.pending_blocks, request, page_tokens),
+        )
+
+    def _decode_state(self, view: EngineView) -> DecodeState:
+        facts = view.facts
+        assert facts is not None  # the filters dropped views without facts
+        reported_tokens = view.load.total_tokens if view.load is not None else 0
+        return DecodeState(
+            view,
+            self.learned.decode_timing(view.engine_id),
+            facts.max_total_tokens,
+            booked_tokens=max(self.bookings.decode_kv_tokens(view.engine_id), reported_tokens),
+            booked_requests=self.bookings.decode_requests(view.engine_id),
+            max_running_requests=facts.max_running_requests,
+        )
+
+    def _incompatible(self, fleet: FleetSnapshot) -> frozenset[tuple[EngineId, EngineId]]:
+        """Pairs that must not be formed; computed anew only when the fleet has changed."""
+        if self._pairs_of[0] != fleet.version:
+            pairs = filters.incompatible_pairs(fleet.with_role(Role.PREFILL), fleet.with_role(Role.DECODE))
+            self._pairs_of = (fleet.version, frozenset(pairs))
+        return self._pairs_of[1]
+
+    def _versions(self, fleet: FleetSnapshot) -> dict[str, int]:
+        return {
+            "fleet": fleet.version,
+            "index": self.index.version,
+            "bookings": self.bookings.version,
+            "estimates": self.learned.version,
+        }
+
+    # ---- what became of it ---------------------------------------------------------------------------------------
+
+    def handed_over(self, decision: Decision) -> None:
+        """The prefill's part succeeded: its booking is released, its prefix is owned. Once; later calls do nothing."""
+        if decision.handed_over or decision.over:
+            return
+        decision.handed_over = True
+        now_s = asyncio.get_running_loop().time()
+        took_s = self.bookings.prefill_done(decision.booking, now_s)
+        request, prefill = decision.request, decision.prefill
+        if self._same_epoch(prefill):
+            self.index.confirm(prefill.engine_id, request.blocks)
+            if decision.claim is not None:
+                self.store.confirm(decision.claim, now_s)
+            if took_s is not None and prefill.facts is not None:
+                work = decision.booking.work
+                self.learned.saw_prefill(
+                    prefill.engine_id, prefill.facts.chunk_tokens, work.prompt_tokens, work.cached_tokens, took_s
+                )
+        else:
+            self._drop_claim(decision)
+        self.pump()
+
+    def finished(self, decision: Decision) -> None:
+        """The attempt is over, however: release what is still booked. Once; later calls do nothing."""
+        if decision.over:
+            return
+        decision.over = True
+        self.bookings.release(decision.booking, asyncio.get_running_loop().time())
+        if not decision.handed_over:
+            self._drop_claim(decision)
+        self.pump()
+
+    def cached(self, decision: Decision, cached_tokens: int) -> None:
+        """The engine reported how much of the prompt it really found cached: forget what it did not have."""
+        request = decision.request
+        if cached_tokens < decision.booking.work.cached_tokens and request.block_tokens > 0:
+            really = int(cached_tokens / request.block_tokens)
+            self.index.correct(decision.prefill.engine_id, request.blocks, really)
+            if decision.handed_over and self._same_epoch(decision.prefill):
+                self.index.add_held(decision.prefill.engine_id, request.blocks)
+
+    def restarted(self, engine_id: EngineId) -> None:
+        """A server came back as a new process: it holds nothing any more."""
+        view = next(view for view in self._fleet.snapshot().engines if view.engine_id == engine_id)
+        self.index.drop_engine(engine_id)
+        self.store.drop_engine(engine_id, view.epoch)
+        self.learned.forget_engine(engine_id)
+        self.fleet_changed(engine_id)
+
+    def fleet_changed(self, engine_id: EngineId) -> None:
+        """Health, facts or load of a server changed."""
+        view = next(view for view in self._fleet.snapshot().engines if view.engine_id == engine_id)
+        if view.facts is not None and view.spec.role is Role.PREFILL:
+            block_tokens = BLOCK_BYTES / self.learned.bytes_per_token(view.facts.model)
+            self.index.set_capacity(engine_id, int(view.facts.max_total_tokens / block_tokens))
+        self.pump()
+
+    def unaccounted_tokens(self, view: EngineView) -> float | None:
+        """KV tokens in use on a server that no live attempt explains; None while it reports no load."""
+        if view.load is None:
+            return None
+        if view.spec.role is Role.PREFILL:
+            explained = self.bookings.prefill_kv_tokens(view.engine_id)
+        else:
+            explained = self.bookings.decode_kv_tokens(view.engine_id)
+        return max(0, view.load.used_tokens - explained)
+
+    def _same_epoch(self, view: EngineView) -> bool:
+        now = next((now for now in self._fleet.snapshot().engines if now.engine_id == view.engine_id), None)
+        return now is not None and now.epoch == view.epoch
+
+    def _drop_claim(self, decision: Decision) -> None:
+        if self._same_epoch(decision.prefill):
+            self.index.drop(decision.prefill.engine_id, decision.request.blocks)
+        if decision.claim is not None:
+            self.store.drop(decision.claim)
+
+
+BLOCK_BYTES = 256
+"""Bytes of canonical prompt in one block of the `text` index (design: about 64 tokens)."""
+
+
+def hit_tokens(blocks: int, request: RequestView, page_tokens: int) -> int:
+    """Tokens that so many blocks of a request stand for, in whole pages and short of its last token.
+
+    The last token is always computed: its output is what the prefill is for.
+    """
+    tokens = min(int(blocks * request.block_tokens), max(0, request.prompt_tokens - 1))
+    return tokens - tokens % max(1, page_tokens)
+
+
+def _no_pair(prefills: list[EngineView], decodes: list[EngineView], dropped: Iterable[Dropped]) -> GatewayError:
+    reasons = list(dropped)
+    missing = "prefill" if not prefills else "decode"
+    if reasons and all("does not fit" in each.reason or "do not fit" in each.reason for each in reasons):
+        return bad_request(reasons[0].reason, param="prompt", code="context_length_exceeded")
+    told = "; ".join(f"{each.engine_id}: {each.reason}" for each in reasons[:8])
+    return no_pair(f"no {missing} can serve this request" + (f" ({told})" if told else ""))

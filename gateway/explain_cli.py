@@ -1,0 +1,83 @@
+"""`pdgate explain`: asks a running gateway why a request went where it went, and prints it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import urllib.error
+import urllib.request
+from typing import Any
+from urllib.parse import quote
+
+from rich.console import Console
+from rich.table import Table
+
+_TERMS = ("wait_s", "prefill_s", "prefix_gain_s", "transfer_s", "decode_s", "capacity_s")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of `pdgate explain`."""
+    parser.add_argument(
+        "id", nargs="?", default="newest", help="the x-pdgate-request-id of an answer (default: the newest)"
+    )
+    parser.add_argument("--url", default="http://127.0.0.1:30000", help="the gateway (default %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print the gateway's own JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print one request's decisions; 1 when the gateway does not know it, 2 when there is no gateway."""
+    url = f"{args.url.rstrip('/')}/pdgate/explain/{quote(args.id, safe='')}"
+    try:
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            record = json.load(answer)
+    except urllib.error.HTTPError as error:
+        print(f"pdgate explain: {json.load(error)['error']['message']}", file=sys.stderr)
+        return 1
+    except (urllib.error.URLError, OSError, ValueError) as error:
+        print(f"pdgate explain: no gateway answers at {args.url} (--url): {error}", file=sys.stderr)
+        return 2
+    if args.json:
+        print(json.dumps(record, indent=2))
+    else:
+        show(record, Console())
+    return 0
+
+
+def show(record: dict[str, Any], console: Console) -> None:
+    """One table an attempt: the pairs that were looked at, best first, with every term in milliseconds."""
+    error = f": {record['error']}" if record["error"] else ""
+    console.print(
+        f"request {record['request_id']} on {record['api']} (model {record['model']}, policy {record['policy']}): "
+        f"status {record['status']}, {len(record['attempts'])} attempts{error}"
+    )
+    for number, attempt in enumerate(record["attempts"], start=1):
+        console.print(_attempt_table(number, attempt))
+        for outcome in attempt["outcomes"]:
+            console.print(f"  {outcome['leg']} failed: {outcome['kind']} at {outcome['stage']}: {outcome['message']}")
+        for dropped in attempt["dropped"]:
+            console.print(f"  left out {dropped['engine']}: {dropped['reason']}")
+
+
+def _attempt_table(number: int, attempt: dict[str, Any]) -> Table:
+    title = (
+        f"attempt {number}, choice {attempt['choice_index']}: {attempt['prompt_tokens']} prompt tokens, "
+        f"predicted hit {attempt['hit_tokens']}, reported {attempt['cached_tokens']}"
+    )
+    table = Table(title=title, title_justify="left")
+    table.add_column("prefill")
+    table.add_column("decode")
+    table.add_column("hit", justify="right")
+    for term in (*_TERMS, "total_s"):
+        table.add_column(term.removesuffix("_s") + " ms", justify="right")
+    for candidate in attempt["considered"]:
+        chosen = (candidate["prefill"], candidate["decode"]) == (attempt["prefill"], attempt["decode"])
+        terms = [candidate["terms"][term] for term in _TERMS] + [candidate["total_s"]]
+        table.add_row(
+            candidate["prefill"],
+            candidate["decode"],
+            str(candidate["hit_tokens"]),
+            *(f"{value * 1000:.2f}" for value in terms),
+            style="bold" if chosen else None,
+        )
+    return table

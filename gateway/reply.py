@@ -1,0 +1,193 @@
+"""The answer that one client gets, put together from the outputs of one engine request or of several.
+
+A shell towards the client's connection. It owns the commit point: nothing is written before the first event that
+carries output, and status line, role event and first content leave in one write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import orjson
+
+from engines.sglang_wire import Usage, usage_of
+from engines.sse_frames import EventKind, data_of
+from gateway import merge, sse
+from gateway.attempt import Frames, Sink
+from gateway.errors import GatewayError
+from gateway.openai_api import Api, ParsedRequest
+
+_SILENT = (EventKind.ROLE_ONLY, EventKind.COMMENT)
+_STREAM_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+_JSON_HEADERS = {"content-type": "application/json"}
+
+
+class Client(Protocol):
+    """The client's connection. Every method may raise ConnectionError when the client has gone."""
+
+    async def begin(self, status: int, headers: Mapping[str, str], first: bytes) -> None:
+        """Status line, headers and the first bytes of a stream, in one write."""
+
+    async def write(self, data: bytes) -> None: ...
+
+    async def end(self) -> None: ...
+
+    async def whole(self, status: int, headers: Mapping[str, str], body: bytes) -> None: ...
+
+
+class Reply:
+    """One answer. `headers` may be completed until it is committed; `public_id` and `created` never change."""
+
+    def __init__(self, client: Client, request: ParsedRequest, public_id: str, created: int) -> None:
+        self.client = client
+        self.request = request
+        self.public_id = public_id
+        self.created = created
+        self.headers: dict[str, str] = {}
+        self.committed = False
+        self.first_output_s: float | None = None
+
+    async def send(self, data: bytes) -> None:
+        """Stream bytes; the first call commits."""
+        if self.committed:
+            await self.client.write(data)
+            return
+        self.committed = True
+        await self.client.begin(200, {**_STREAM_HEADERS, **self.headers}, data)
+
+    async def send_whole(self, body: bytes) -> None:
+        """The one body of an answer that is not streamed; it commits and ends it."""
+        self.committed = True
+        await self.client.whole(200, {**_JSON_HEADERS, **self.headers}, body)
+
+    async def end(self) -> None:
+        """The stream was whole."""
+        await self.client.end()
+
+    async def fail(self, error: GatewayError) -> None:
+        """End a committed stream with one clear error event, and no terminator: that one means whole."""
+        await self.client.write(sse.error_event(error.message, error.kind, error.code, error.param))
+        await self.client.end()
+
+
+class UnitSink(Sink, Protocol):
+    """Where one engine request's outputs go, and what was learned from them."""
+
+    usage: Usage | None
+    output_events: int
+
+
+class SingleSink:
+    """Relays the answer of a request that is one engine request: its bytes, but for identity and unasked usage."""
+
+    def __init__(self, reply: Reply) -> None:
+        self._reply = reply
+        self._public_id = reply.public_id.encode()
+        self._created = str(reply.created).encode()
+        self._held: list[bytes] = []
+        self.usage: Usage | None = None
+        self.output_events = 0
+
+    async def frames(self, rid: str, frames: Frames) -> None:
+        passed = []
+        commits = False
+        for kind, frame in frames:
+            if kind is EventKind.USAGE or (kind is EventKind.FINISH and self._reply.request.api is Api.GENERATE):
+                self.usage = _usage_in(frame)
+            if kind is EventKind.USAGE and not self._reply.request.include_usage:
+                continue
+            if kind is EventKind.CONTENT:
+                self.output_events += 1
+            passed.append(sse.patch_identity(frame, rid.encode(), self._public_id, self._created))
+            commits = commits or kind not in _SILENT
+        if not (commits or self._reply.committed):
+            self._held.extend(passed)
+            return
+        if passed:
+            held, self._held = self._held, []
+            await self._reply.send(b"".join([*held, *passed]))
+
+    async def answer(self, rid: str, body: bytes) -> None:
+        self.usage = usage_of(orjson.loads(body))
+        await self._reply.send_whole(sse.patch_identity(body, rid.encode(), self._public_id, self._created))
+
+    def restart(self) -> None:
+        """A new attempt begins: what the failed one had held back is thrown away."""
+        self._held.clear()
+
+
+class Merger:
+    """Puts the answers of several engine requests together under one identity."""
+
+    def __init__(self, reply: Reply, units: int) -> None:
+        self.reply = reply
+        self.usages = merge.UsageMerger(units, reply.request.samples)
+        self.bodies: list[dict[str, Any]] = [{} for _ in range(units)]
+
+    async def finish(self) -> None:
+        """Every unit is whole: send what belongs to all of them."""
+        request, reply = self.reply.request, self.reply
+        if request.stream:
+            usage = self.usages.event(reply.public_id, reply.created)
+            await reply.send((usage if usage is not None and request.include_usage else b"") + sse.DONE)
+            await reply.end()
+            return
+        merged: Any
+        if request.api is Api.CHAT:
+            merged = merge.merge_chat(self.bodies, reply.public_id, reply.created)
+        elif request.api is Api.COMPLETIONS:
+            merged = merge.merge_completions(self.bodies, reply.public_id, reply.created, request.samples)
+        else:
+            merged = merge.merge_generate(self.bodies, reply.public_id)
+        await reply.send_whole(orjson.dumps(merged))
+
+
+class MergedSink:
+    """One of several engine requests of a client's request: its choices get their place in the merged answer."""
+
+    def __init__(self, merger: Merger, choice_index: int) -> None:
+        self._merger = merger
+        self._index = choice_index
+        self._held: list[bytes] = []
+        self.usage: Usage | None = None
+        self.output_events = 0
+
+    async def frames(self, rid: str, frames: Frames) -> None:
+        reply = self._merger.reply
+        passed = []
+        commits = False
+        for kind, frame in frames:
+            if kind in (EventKind.DONE, EventKind.COMMENT):
+                continue
+            chunk = orjson.loads(data_of(frame))
+            if (found := usage_of(chunk)) is not None:
+                self.usage = found
+            if reply.request.api is Api.GENERATE:
+                chunk = merge.generate_chunk(chunk, self._index, reply.public_id)
+            elif self._merger.usages.add(self._index, chunk):
+                continue
+            else:
+                chunk = merge.chat_chunk(chunk, self._index, reply.public_id, reply.created)
+            self.output_events += kind is EventKind.CONTENT
+            passed.append(b"data: " + orjson.dumps(chunk) + b"\n\n")
+            commits = commits or kind not in _SILENT
+        if not (commits or reply.committed):
+            self._held.extend(passed)
+        elif passed:
+            held, self._held = self._held, []
+            await reply.send(b"".join([*held, *passed]))
+
+    async def answer(self, rid: str, body: bytes) -> None:
+        parsed = orjson.loads(body)
+        self.usage = usage_of(parsed)
+        self._merger.bodies[self._index] = parsed
+
+    def restart(self) -> None:
+        """A new attempt begins: what the failed one had held back is thrown away."""
+        self._held.clear()
+
+
+def _usage_in(frame: bytes) -> Usage | None:
+    parsed = orjson.loads(data_of(frame))
+    return usage_of(parsed) if isinstance(parsed, dict) else None

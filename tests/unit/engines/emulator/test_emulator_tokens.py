@@ -1,0 +1,96 @@
+"""The emulated tokenizer, chat template, and answers with their stop rules."""
+
+from __future__ import annotations
+
+import pytest
+
+from engines.emulator.output import Finish, Output, StopRule
+from engines.emulator.tokens import WORDS, decode, encode, render_chat
+from engines.token_rule import EOS_TOKEN, FIRST_WORD_TOKEN, continue_greedily, pack, unpack
+
+
+def test_words_are_distinct_and_ascii() -> None:
+    assert len(set(WORDS)) == len(WORDS) > 1000
+    assert all(word.isascii() for word in WORDS)
+
+
+@pytest.mark.parametrize("text", ["", "hello", "naïve ☃ 😀", "<|im_start|>user\nhi<|im_end|>\n", "a<|b"])
+def test_text_comes_back(text: str) -> None:
+    assert decode(unpack(encode(text)), skip_special=False) == text
+
+
+def test_special_strings_are_one_token_and_bytes_one_each() -> None:
+    assert unpack(encode("<|im_start|>A<|im_end|>")) == [1, ord("A") + 3, 2]
+
+
+def test_a_longer_text_extends_the_ids() -> None:
+    assert encode("hello world").startswith(encode("hello"))
+
+
+def test_the_recorded_chat_template() -> None:
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]},
+    ]
+    assert render_chat(messages) == (
+        "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert render_chat(messages, tools=[{"a": 1}]).startswith('<|im_start|>system\n[{"a":1}]<|im_end|>\n')
+
+
+PROMPT = pack(range(3, 60))
+ANSWER = continue_greedily(range(3, 60), 30, ignore_eos=True)
+
+
+def _run(rule: StopRule) -> tuple[Output, list[str]]:
+    output, deltas = Output(rule), []
+    output.start(PROMPT)
+    while not output.step():
+        deltas.append(output.take_delta())
+    deltas.append(output.take_delta())
+    return output, deltas
+
+
+def test_an_answer_ends_at_its_length() -> None:
+    output, deltas = _run(StopRule(max_new_tokens=5, ignore_eos=True))
+    assert output.ids == ANSWER[:5]
+    assert output.finish == Finish("length")
+    assert "".join(deltas) == output.text == decode(ANSWER[:5])
+
+
+def test_an_answer_ends_at_a_stop_token_which_is_not_in_the_text() -> None:
+    output, deltas = _run(StopRule(max_new_tokens=30, ignore_eos=True, stop_token_ids=frozenset({ANSWER[7]})))
+    assert output.ids == ANSWER[:8]
+    assert output.finish == Finish("stop", ANSWER[7])
+    assert "".join(deltas) == output.text == decode(ANSWER[:7])
+
+
+def test_a_stop_string_is_never_shown_not_even_in_part() -> None:
+    stop = WORDS[ANSWER[6] - FIRST_WORD_TOKEN] + WORDS[ANSWER[7] - FIRST_WORD_TOKEN]
+    output, deltas = _run(StopRule(max_new_tokens=30, ignore_eos=True, stop=(stop,)))
+    assert output.ids == ANSWER[:8]
+    assert output.finish == Finish("stop", stop)
+    assert "".join(deltas) == output.text == decode(ANSWER[:6])
+
+
+def test_a_minimum_of_tokens_keeps_stops_away() -> None:
+    output, _ = _run(StopRule(max_new_tokens=30, ignore_eos=True, min_new_tokens=9, stop_token_ids=frozenset(ANSWER)))
+    assert len(output.ids) == 10
+
+
+def test_the_first_token_may_come_from_elsewhere() -> None:
+    output = Output(StopRule(max_new_tokens=3))
+    output.start(PROMPT, first_token=ANSWER[0])
+    while not output.step():
+        pass
+    assert output.ids == ANSWER[:3]
+
+
+def test_the_end_token_ends_unless_ignored() -> None:
+    output = Output(StopRule(max_new_tokens=3))
+    output.start(PROMPT, first_token=EOS_TOKEN)
+    assert output.step()
+    assert output.finish == Finish("stop", EOS_TOKEN)
+    ignoring = Output(StopRule(max_new_tokens=3, ignore_eos=True))
+    ignoring.start(PROMPT, first_token=EOS_TOKEN)
+    assert not ignoring.step()

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+from routing.ownership import ROOT, Run, accepts, full_chains, needs_refresh, truncated, unknown_runs
+
+A, B, C, D, E = (bytes([letter]) * 16 for letter in b"abcde")
+CHAIN = (A, B, C, D, E)
+
+
+def test_a_run_is_what_is_new() -> None:
+    assert unknown_runs(CHAIN, {A, B}.__contains__) == (Run(B, (C, D, E)),)
+    assert unknown_runs(CHAIN, set[bytes]().__contains__) == (Run(ROOT, CHAIN),)
+    assert unknown_runs(CHAIN, set(CHAIN).__contains__) == ()
+    assert unknown_runs((), set[bytes]().__contains__) == ()
+
+
+def test_blocks_lost_in_the_middle_make_runs_of_their_own() -> None:
+    assert unknown_runs(CHAIN, {A, D}.__contains__) == (Run(A, (B, C)), Run(D, (E,)))
+
+
+def test_a_run_is_named_by_its_tail() -> None:
+    assert Run(ROOT, CHAIN).tail == E
+
+
+def test_a_run_ends_before_its_first_lost_block() -> None:
+    run = Run(A, (B, C, D))
+    assert truncated(run, {C, D}) == Run(A, (B,))
+    assert truncated(run, {B}) is None
+    assert truncated(run, {A, E}) == run
+
+
+def test_older_epochs_are_refused() -> None:
+    assert accepts(3, 3)
+    assert accepts(3, 4)
+    assert not accepts(3, 2)
+
+
+def test_a_hit_is_written_when_under_half_of_the_time_is_left() -> None:
+    assert not needs_refresh(expires_s=100.0, now_s=50.0, held_s=100.0)
+    assert needs_refresh(expires_s=100.0, now_s=50.1, held_s=100.0)
+
+
+def test_chains_are_put_together_from_runs() -> None:
+    branch = Run(B, (E,))
+    assert set(full_chains([Run(ROOT, (A, B, C)), Run(C, (D,)), branch])) == {(A, B, C), (A, B, C, D), (A, B, E)}
+
+
+def test_a_run_without_its_ancestors_makes_no_chain() -> None:
+    assert list(full_chains([Run(B, (C,)), Run(ROOT, (D,))])) == [(D,)]
