@@ -8,8 +8,9 @@ import sys
 import urllib.error
 import urllib.request
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -62,22 +63,29 @@ def show(record: dict[str, Any], console: Console) -> None:
 def _attempt_table(number: int, attempt: dict[str, Any]) -> Table:
     title = (
         f"attempt {number}, choice {attempt['choice_index']}: {attempt['prompt_tokens']} prompt tokens, "
-        f"predicted hit {attempt['hit_tokens']}, reported {attempt['cached_tokens']}"
+        f"hit predicted {attempt['hit_tokens']}, reported {attempt['cached_tokens']}; milliseconds"
     )
-    table = Table(title=title, title_justify="left")
-    table.add_column("prefill")
-    table.add_column("decode")
-    table.add_column("hit", justify="right")
-    for term in (*_TERMS, "total_s"):
-        table.add_column(term.removesuffix("_s") + " ms", justify="right")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("prefill", "decode"):
+        table.add_column(name, no_wrap=True)
+    for name in ("hit", "wait", "prefill", "gain", "transfer", "decode", "cap.", "total"):
+        table.add_column(name, justify="right", no_wrap=True)
+    short = _short_names(attempt["considered"])
     for candidate in attempt["considered"]:
         chosen = (candidate["prefill"], candidate["decode"]) == (attempt["prefill"], attempt["decode"])
         terms = [candidate["terms"][term] for term in _TERMS] + [candidate["total_s"]]
         table.add_row(
-            candidate["prefill"],
-            candidate["decode"],
+            short[candidate["prefill"]],
+            short[candidate["decode"]],
             str(candidate["hit_tokens"]),
-            *(f"{value * 1000:.2f}" for value in terms),
+            *(f"{value * 1000:.1f}" for value in terms),
             style="bold" if chosen else None,
         )
     return table
+
+
+def _short_names(candidates: list[dict[str, Any]]) -> dict[str, str]:
+    """Engine names without what all of them share: scheme and, on one machine, the host."""
+    names = {candidate[side] for candidate in candidates for side in ("prefill", "decode")}
+    hosts = {urlsplit(name).hostname for name in names}
+    return {name: f":{urlsplit(name).port}" if len(hosts) == 1 else urlsplit(name).netloc or name for name in names}

@@ -8,25 +8,28 @@ from __future__ import annotations
 import orjson
 
 DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
 _CREATED = b'"created":'
 _CREATED_DIGITS = 10
 
 
 def error_event(message: str, kind: str, code: str, param: str | None = None) -> bytes:
     """One event with an OpenAI-shaped error, which client libraries raise."""
-    error = {"message": message, "type": kind, "param": param, "code": code}
+    sendable = message.encode(errors="replace").decode()  # an engine's text may hold half a surrogate pair
+    error = {"message": sendable, "type": kind, "param": param, "code": code}
     return b"data: " + orjson.dumps({"error": error}) + b"\n\n"
 
 
 def patch_identity(frame: bytes, rid: bytes, public_id: bytes, created: bytes) -> bytes:
-    """`frame` with the engine's request id and creation time replaced by the client's.
+    """`frame`, or a whole JSON body, with the engine's request id and creation time replaced by the client's.
 
-    Both ids have the same length. Quotes inside generated text are escaped, so no text can look like these fields.
+    Ids have equal lengths, and times (Unix seconds) ten digits, so that nothing else moves. A quote inside generated
+    text is escaped: no text can look like these fields. In `/generate` events the id lies behind the text and there is
+    no time.
     """
     patched = frame.replace(b'"id":"' + rid + b'"', b'"id":"' + public_id + b'"', 1)
-    at = patched.find(_CREATED)
-    start = at + len(_CREATED)
+    start = patched.find(_CREATED) + len(_CREATED)
     end = start + _CREATED_DIGITS
-    if at < 0 or not patched[start:end].isdigit():
+    if start < len(_CREATED) or not patched[start:end].isdigit() or patched[end : end + 1].isdigit():
         return patched
     return patched[:start] + created + patched[end:]

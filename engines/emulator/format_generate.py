@@ -108,6 +108,8 @@ class GenerateStream:
         return b""
 
     def delta(self, live: Live) -> bytes:
+        if live.output.finish is not None:
+            return b""
         written = self._written.setdefault(live.index, _Written())
         first = written.tokens == 0
         for token in live.output.ids[written.tokens :]:

@@ -172,7 +172,7 @@ class InfoServer:
         arguments, total = self._arguments(), engine.node.pool.total_tokens
         scheduler_times = {name: value for name, value in self._startup_time.items() if name != "tokenizer_e2e"}
         state = {
-            **arguments,
+            **{name: value for name, value in arguments.items() if name != "custom_sigquit_handler"},
             "world_size": 1,
             "startup_time": scheduler_times,
             "effective_max_running_requests_per_dp": engine.node.profile.max_running_requests,

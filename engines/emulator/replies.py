@@ -68,6 +68,8 @@ class StreamReply:
         self._flush()
 
     def stepped(self, live: Live) -> None:
+        if live.output.finish is not None:
+            return  # the last token is written with the end, which follows at once
         transport = self._transport
         if transport is not None and transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             return

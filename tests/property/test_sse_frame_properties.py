@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -132,7 +133,7 @@ def test_any_split_gives_the_same_frames(frames: list[bytes], cuts: list[int]) -
     stream = b"".join(frames)
     borders = [0, *sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
     decoder = FrameDecoder()
-    got = [frame for begin, end in zip(borders, borders[1:], strict=False) for frame in decoder.feed(stream[begin:end])]
+    got = [frame for begin, end in itertools.pairwise(borders) for frame in decoder.feed(stream[begin:end])]
     assert got == frames
     assert decoder.pending == b""
 

@@ -173,7 +173,7 @@ def test_pending_shows_a_cut_event() -> None:
 def test_an_event_over_the_limit(parts: list[bytes]) -> None:
     decoder = FrameDecoder(limit_bytes=11)
     assert decoder.feed(b"data: 789\n\n" * 5) == [b"data: 789\n\n"] * 5
+    assert [frame for part in parts[:-1] for frame in decoder.feed(part)] == []
     with pytest.raises(UpstreamError) as caught:
-        for part in parts:
-            decoder.feed(part)
+        decoder.feed(parts[-1])
     assert caught.value.kind is FailureKind.GARBLED

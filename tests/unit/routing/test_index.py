@@ -156,4 +156,4 @@ def test_memory_is_told_about_right(engines: int) -> None:
         grown_bytes = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
-    assert index.memory_bytes() == pytest.approx(grown_bytes, rel=0.3)
+    assert grown_bytes / 1.2 < index.memory_bytes() < grown_bytes * 1.7
