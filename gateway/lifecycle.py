@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 from opentelemetry.trace import Span
@@ -30,7 +30,7 @@ from gateway.explain import AttemptRecord, Record
 from gateway.observability import log_request
 from gateway.openai_api import Api, ParsedRequest, Unit
 from gateway.prompt import request_view
-from gateway.reply import Client, MergedSink, Merger, Reply, SingleSink
+from gateway.reply import Client, MergedSink, Merger, Reply, SingleSink, UnitSink
 from gateway.settle import learn
 from gateway.tracing import leg_headers
 
@@ -95,7 +95,7 @@ async def handle(gw: Gateway, arrival: Arrival, client: Client) -> None:
         record.status, record.error = error.status, error.message
         error.headers.update(_identity(record))
         raise
-    except asyncio.CancelledError:
+    except (asyncio.CancelledError, ConnectionError):
         record.status, record.error = 499, "the client has gone"
         raise
     finally:
@@ -182,45 +182,76 @@ async def _run_unit(
     gw: Gateway,
     story: _Story,
     unit: Unit,
-    sink: SingleSink | MergedSink,
+    sink: UnitSink,
     *,
     pinned: EngineId | None = None,
     lead: asyncio.Future[EngineId | None] | None = None,
 ) -> None:
     """Bring one engine request to its whole answer, over as many attempts as it takes and may have."""
     view = request_view(gw, story.request, unit, story.model, story.arrival_s, story.deadline_s)
-    attempts = deaths = own_faults = 0
+    tries = _Tries()
     while True:
-        decision = await gw.decider.submit(view, pinned)
+        view = replace(view, deadline_s=_queue_deadline_s(gw, story))
+        try:
+            decision = await gw.decider.submit(view, pinned)
+        except GatewayError as error:
+            if tries.last is None or error.code != "no_pair_available":
+                raise
+            raise _final_error(gw, story, unit, *tries.last) from error  # what failed says more than what is left
         if lead is not None and not lead.done():
             lead.set_result(decision.prefill.engine_id)
         failed = await _attempt(gw, story, unit, sink, decision)
         if failed is None:
             return
-        attempts += 1
-        deaths += await _died(gw, failed)
-        own_faults += retry.classify(failed.outcome) is Fault.OURS
-        now_s = asyncio.get_running_loop().time()
-        history = retry.History(
-            attempts,
-            gw.config.retry.max_attempts,
-            story.reply.committed,
-            deaths,
-            own_faults,
-            story.deadline_s - now_s,
-        )
-        verdict = retry.decide(failed.outcome, decision.pair, history)
+        verdict = await _judge(gw, story, sink, decision, failed, tries)
         story.record.attempts[-1].verdict = verdict.verdict.value
         if verdict.verdict is not Verdict.RETRY:
             raise _final_error(gw, story, unit, failed, verdict)
+        tries.last = (failed, verdict)
         view = view.avoiding(verdict.excluded_engine, verdict.excluded_pair)
         sink.restart()
         await asyncio.sleep(verdict.delay_s)
 
 
-async def _attempt(
-    gw: Gateway, story: _Story, unit: Unit, sink: SingleSink | MergedSink, decision: Decision
-) -> AttemptFailed | None:
+@dataclass(slots=True)
+class _Tries:
+    """What one engine request has been through."""
+
+    attempts: int = 0
+    deaths: int = 0
+    own_faults: int = 0
+    last: tuple[AttemptFailed, retry.Decision] | None = None
+
+
+async def _judge(
+    gw: Gateway,
+    story: _Story,
+    sink: UnitSink,
+    decision: Decision,
+    failed: AttemptFailed,
+    tries: _Tries,
+) -> retry.Decision:
+    """Whether the request is tried again after this failure."""
+    tries.attempts += 1
+    tries.deaths += await _died(gw, failed)
+    tries.own_faults += retry.classify(failed.outcome) is Fault.OURS
+    history = retry.History(
+        tries.attempts,
+        gw.config.retry.max_attempts,
+        sink.sent,
+        tries.deaths,
+        tries.own_faults,
+        story.deadline_s - asyncio.get_running_loop().time(),
+    )
+    return retry.decide(failed.outcome, decision.pair, history)
+
+
+def _queue_deadline_s(gw: Gateway, story: _Story) -> float:
+    """Each attempt may wait in the queue for the queue's own time, within the time of the request."""
+    return min(story.deadline_s, asyncio.get_running_loop().time() + gw.config.queue.timeout_s)
+
+
+async def _attempt(gw: Gateway, story: _Story, unit: Unit, sink: UnitSink, decision: Decision) -> AttemptFailed | None:
     """Dispatch both legs on the booked pair and see them through; what went wrong, or None for a whole answer."""
     clock = asyncio.get_running_loop().time
     whole = False

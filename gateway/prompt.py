@@ -6,7 +6,6 @@ shared. Token counts are estimates until an answer says better.
 
 from __future__ import annotations
 
-import asyncio
 from itertools import count
 
 from engines.types import EngineFacts, Role
@@ -23,8 +22,7 @@ _serial = count()
 def request_view(
     gw: Gateway, request: ParsedRequest, unit: Unit, model: str, arrival_s: float, deadline_s: float
 ) -> RequestView:
-    """One engine request as routing sees it. It may wait in the queue until the queue's or its own deadline."""
-    now_s = asyncio.get_running_loop().time()
+    """One engine request as routing sees it."""
     facts = _facts(gw, model)
     exact = unit.prompt_token_ids is not None
     bytes_per_token = _BYTES_PER_ID if exact else gw.decider.learned.bytes_per_token(model)
@@ -44,7 +42,7 @@ def request_view(
         expected_output_tokens=gw.decider.learned.output_tokens(model, max_output_tokens),
         max_output_tokens=max_output_tokens,
         arrival_s=arrival_s,
-        deadline_s=min(deadline_s, now_s + gw.config.queue.timeout_s),
+        deadline_s=deadline_s,
         body_bytes=request.body_bytes,
     )
 

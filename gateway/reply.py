@@ -72,10 +72,13 @@ class Reply:
 
 
 class UnitSink(Sink, Protocol):
-    """Where one engine request's outputs go, and what was learned from them."""
+    """Where one engine request's outputs go. `sent`: the client has some; `usage`: what the engine counted."""
 
+    sent: bool
     usage: Usage | None
-    output_events: int
+
+    def restart(self) -> None:
+        """A new attempt begins: what the failed one had held back is thrown away."""
 
 
 class SingleSink:
@@ -86,8 +89,8 @@ class SingleSink:
         self._public_id = reply.public_id.encode()
         self._created = str(reply.created).encode()
         self._held: list[bytes] = []
+        self.sent = False
         self.usage: Usage | None = None
-        self.output_events = 0
 
     async def frames(self, rid: str, frames: Frames) -> None:
         passed = []
@@ -97,23 +100,21 @@ class SingleSink:
                 self.usage = _usage_in(frame)
             if kind is EventKind.USAGE and not self._reply.request.include_usage:
                 continue
-            if kind is EventKind.CONTENT:
-                self.output_events += 1
             passed.append(sse.patch_identity(frame, rid.encode(), self._public_id, self._created))
             commits = commits or kind not in _SILENT
-        if not (commits or self._reply.committed):
+        if not (commits or self.sent):
             self._held.extend(passed)
-            return
-        if passed:
+        elif passed:
+            self.sent = True
             held, self._held = self._held, []
             await self._reply.send(b"".join([*held, *passed]))
 
     async def answer(self, rid: str, body: bytes) -> None:
         self.usage = usage_of(orjson.loads(body))
+        self.sent = True
         await self._reply.send_whole(sse.patch_identity(body, rid.encode(), self._public_id, self._created))
 
     def restart(self) -> None:
-        """A new attempt begins: what the failed one had held back is thrown away."""
         self._held.clear()
 
 
@@ -150,8 +151,8 @@ class MergedSink:
         self._merger = merger
         self._index = choice_index
         self._held: list[bytes] = []
+        self.sent = False
         self.usage: Usage | None = None
-        self.output_events = 0
 
     async def frames(self, rid: str, frames: Frames) -> None:
         reply = self._merger.reply
@@ -169,12 +170,12 @@ class MergedSink:
                 continue
             else:
                 chunk = merge.chat_chunk(chunk, self._index, reply.public_id, reply.created)
-            self.output_events += kind is EventKind.CONTENT
             passed.append(b"data: " + orjson.dumps(chunk) + b"\n\n")
             commits = commits or kind not in _SILENT
-        if not (commits or reply.committed):
+        if not (commits or self.sent):
             self._held.extend(passed)
         elif passed:
+            self.sent = True
             held, self._held = self._held, []
             await reply.send(b"".join([*held, *passed]))
 
@@ -184,7 +185,6 @@ class MergedSink:
         self._merger.bodies[self._index] = parsed
 
     def restart(self) -> None:
-        """A new attempt begins: what the failed one had held back is thrown away."""
         self._held.clear()
 
 

@@ -6,7 +6,7 @@ from gateway.context import Gateway
 from gateway.decider import Decision
 from gateway.explain import AttemptRecord
 from gateway.openai_api import ParsedRequest, Unit
-from gateway.reply import MergedSink, SingleSink
+from gateway.reply import UnitSink
 
 _MIN_STEPS = 8
 """Fewer decode steps than this say little about the time of one."""
@@ -18,7 +18,7 @@ def learn(
     unit: Unit,
     decision: Decision,
     note: AttemptRecord,
-    sink: SingleSink | MergedSink,
+    sink: UnitSink,
     ended_s: float,
 ) -> None:
     """Feed the estimators and the index with what the engine said of a whole answer. `ended_s` is since arrival."""

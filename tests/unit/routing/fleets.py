@@ -89,44 +89,47 @@ def random_request(rng: Random, fleet: RoutingSnapshot) -> RequestView:
 
 
 def random_fleet(rng: Random) -> RoutingSnapshot:
-    """A fleet of up to 8 by 8, from idle and uniform to saturated and unlike; ties are common."""
-    uniform = rng.getrandbits(2) == 0
-    prefills = tuple(_random_prefill(rng, f"p{i}", uniform) for i in range(rng.randrange(1, 9)))
-    decodes = tuple(_random_decode(rng, f"d{i}", uniform) for i in range(rng.randrange(1, 9)))
+    """A fleet of up to 8 by 8: uniform (all ties), mixed, or saturated; with links and NICs alike or not."""
+    kind = rng.choice(["uniform", "mixed", "mixed", "saturated"])
+    prefills = tuple(_random_prefill(rng, f"p{i}", kind) for i in range(rng.randrange(1, 9)))
+    decodes = tuple(_random_decode(rng, f"d{i}", kind) for i in range(rng.randrange(1, 9)))
     pairs = [(p.view.engine_id, d.view.engine_id) for p in prefills for d in decodes]
     engines = [state.view.engine_id for state in (*prefills, *decodes)]
-    linked = rng.choice([0.0, 0.3, 1.0])
+    linked_ratio = rng.choice([0.0, 0.3, 1.0])
+    busy_ratio = rng.choice([0.0, 0.3, 1.0])
     return snapshot(
         prefills,
         decodes,
-        links={pair: LinkTiming(10 ** rng.uniform(8, 11), 0.005) for pair in pairs if rng.uniform(0, 1) < linked},
-        nic_free_s={engine: rng.uniform(0, 2) for engine in engines if rng.getrandbits(2) == 0},
+        links={pair: LinkTiming(10 ** rng.uniform(8, 11), 0.005) for pair in pairs if rng.random() < linked_ratio},
+        nic_free_s={engine: rng.uniform(0, 20) for engine in engines if rng.random() < busy_ratio},
         incompatible=frozenset(pair for pair in pairs if rng.getrandbits(3) == 0),
     )
 
 
-def _random_prefill(rng: Random, name: str, uniform: bool) -> PrefillState:
-    if uniform:
+def _random_prefill(rng: Random, name: str, kind: str) -> PrefillState:
+    if kind == "uniform":
         return prefill(name)
     timing = PrefillTiming(0.015, 10 ** rng.uniform(-5, -4), 10 ** rng.uniform(-11, -9), rng.choice([2048, 8192]))
     return prefill(
         name,
         timing=rng.choice([H100_70B.prefill, timing]),
-        booked_s=rng.choice([0.0, 0.0, rng.uniform(0, 20)]),
+        booked_s=rng.choice([0.0, rng.uniform(0, 1), rng.uniform(0, 20)]),
         hit_tokens=rng.choice([0, rng.randrange(0, 130_000)]),
         pending_hit_tokens=rng.choice([0, rng.randrange(0, 130_000)]),
         load_s=rng.choice([0.0, rng.uniform(0, 1)]),
     )
 
 
-def _random_decode(rng: Random, name: str, uniform: bool) -> DecodeState:
-    if uniform:
+def _random_decode(rng: Random, name: str, kind: str) -> DecodeState:
+    if kind == "uniform":
         return decode(name)
-    slow = DecodeTiming(0.02, 1e-4, 6e-8)
+    booked_tokens, booked_requests = rng.choice([0, rng.randrange(0, 700_000)]), rng.choice([0, rng.randrange(0, 300)])
+    if kind == "saturated":
+        booked_tokens, booked_requests = rng.randrange(300_000, 301_000), rng.randrange(256, 300)
     return decode(
         name,
-        timing=rng.choice([H100_70B.decode, slow]),
-        booked_tokens=rng.choice([0, rng.randrange(0, 700_000)]),
-        booked_requests=rng.choice([0, rng.randrange(0, 300)]),
+        timing=rng.choice([H100_70B.decode, DecodeTiming(0.02, 1e-4, 6e-8)]),
+        booked_tokens=booked_tokens,
+        booked_requests=booked_requests,
         reuse_tokens=rng.choice([0, 0, rng.randrange(0, 130_000)]),
     )
