@@ -66,13 +66,15 @@ class Fault:
 class Probe:
     """What one look at a server found. `facts` are None where it did not answer them.
 
-    `reachable`: it answered at all. `ready`: it takes new rooms (a prefill: its bootstrap server answers too).
+    `reachable`: it answered at all; `timed_out`: it did not within the time given. `ready`: it takes new rooms (a
+    prefill: its bootstrap server answers too).
     """
 
     engine_id: EngineId
     reachable: bool
     ready: bool
     reason: str = ""
+    timed_out: bool = False
     facts: EngineFacts | None = None
 
 

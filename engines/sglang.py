@@ -65,21 +65,30 @@ class SglangEngine:
         self._headers = engine_headers(api_key)
 
     async def probe(self, spec: EngineSpec, timeout_s: float) -> Probe:
-        """`/ready`, then server and model info, and for a prefill its bootstrap server's `/route`."""
+        """`/ready`, for a prefill its bootstrap server's `/route`, then server and model info.
+
+        The last two need a round trip through the scheduler, which a busy server may not give in time: then it is
+        ready all the same, and its facts stay as they were.
+        """
         try:
             async with asyncio.timeout(timeout_s):
                 status = await self._status(spec.url + "/ready", timeout_s)
                 if status != 200:
                     return Probe(spec.engine_id, True, False, f"/ready answers {status}")
                 ranks = await self._bootstrap_ranks(spec, timeout_s)
-                facts = await self._facts(spec, ranks, timeout_s)
         except UpstreamError as error:
-            return Probe(spec.engine_id, False, False, error.message)
+            return Probe(spec.engine_id, False, False, error.message, timed_out=error.kind is FailureKind.TIMEOUT)
         except TimeoutError:
-            return Probe(spec.engine_id, False, False, f"no answer within {timeout_s:g} s")
+            return Probe(spec.engine_id, False, False, f"no answer within {timeout_s:g} s", timed_out=True)
         except ValueError as error:
             return Probe(spec.engine_id, True, False, str(error))
-        return Probe(spec.engine_id, True, True, facts=facts)
+        try:
+            return Probe(spec.engine_id, True, True, facts=await self._facts(spec, ranks, timeout_s))
+        except ValueError as error:
+            return Probe(spec.engine_id, True, False, str(error))
+        except UpstreamError as error:
+            timed_out = error.kind is FailureKind.TIMEOUT
+            return Probe(spec.engine_id, timed_out, timed_out, error.message, timed_out=timed_out)
 
     async def load(self, spec: EngineSpec, timeout_s: float) -> EngineLoad | None:
         try:

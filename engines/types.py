@@ -34,6 +34,8 @@ class Health(StrEnum):
 
     UNKNOWN = "unknown"
     READY = "ready"
+    SLOW = "slow"
+    """It did not answer one probe in time: no new rooms, but requests wait for it rather than fail."""
     SUSPECTED = "suspected"
     NOT_READY = "not_ready"
     LEAKING = "leaking"

@@ -17,6 +17,8 @@ class HealthEvent(Enum):
     PROBE_READY = "probe_ready"
     PROBE_NOT_READY = "probe_not_ready"
     """It answered, and takes no new rooms (starting, draining, wrong role)."""
+    PROBE_TIMED_OUT = "probe_timed_out"
+    """It gave no answer in time, as a server under full load may; a second time in a row it is suspected."""
     PROBE_FAILED = "probe_failed"
     LEG_BROKE = "leg_broke"
     """A leg on it was refused, reset or timed out."""
@@ -30,24 +32,35 @@ _H, _E = Health, HealthEvent
 TRANSITIONS: dict[tuple[Health, HealthEvent], Health] = {
     (_H.UNKNOWN, _E.PROBE_READY): _H.READY,
     (_H.UNKNOWN, _E.PROBE_NOT_READY): _H.NOT_READY,
+    (_H.UNKNOWN, _E.PROBE_TIMED_OUT): _H.SUSPECTED,
     (_H.UNKNOWN, _E.PROBE_FAILED): _H.SUSPECTED,
     (_H.UNKNOWN, _E.LEG_BROKE): _H.SUSPECTED,
     (_H.UNKNOWN, _E.LEAK_FOUND): _H.LEAKING,
     (_H.UNKNOWN, _E.RESTARTED): _H.UNKNOWN,
     (_H.READY, _E.PROBE_READY): _H.READY,
     (_H.READY, _E.PROBE_NOT_READY): _H.NOT_READY,
+    (_H.READY, _E.PROBE_TIMED_OUT): _H.SLOW,
     (_H.READY, _E.PROBE_FAILED): _H.SUSPECTED,
     (_H.READY, _E.LEG_BROKE): _H.SUSPECTED,
     (_H.READY, _E.LEAK_FOUND): _H.LEAKING,
     (_H.READY, _E.RESTARTED): _H.READY,
+    (_H.SLOW, _E.PROBE_READY): _H.READY,
+    (_H.SLOW, _E.PROBE_NOT_READY): _H.NOT_READY,
+    (_H.SLOW, _E.PROBE_TIMED_OUT): _H.SUSPECTED,
+    (_H.SLOW, _E.PROBE_FAILED): _H.SUSPECTED,
+    (_H.SLOW, _E.LEG_BROKE): _H.SUSPECTED,
+    (_H.SLOW, _E.LEAK_FOUND): _H.LEAKING,
+    (_H.SLOW, _E.RESTARTED): _H.SLOW,
     (_H.SUSPECTED, _E.PROBE_READY): _H.READY,
     (_H.SUSPECTED, _E.PROBE_NOT_READY): _H.NOT_READY,
+    (_H.SUSPECTED, _E.PROBE_TIMED_OUT): _H.SUSPECTED,
     (_H.SUSPECTED, _E.PROBE_FAILED): _H.SUSPECTED,
     (_H.SUSPECTED, _E.LEG_BROKE): _H.SUSPECTED,
     (_H.SUSPECTED, _E.LEAK_FOUND): _H.LEAKING,
     (_H.SUSPECTED, _E.RESTARTED): _H.SUSPECTED,
     (_H.NOT_READY, _E.PROBE_READY): _H.READY,
     (_H.NOT_READY, _E.PROBE_NOT_READY): _H.NOT_READY,
+    (_H.NOT_READY, _E.PROBE_TIMED_OUT): _H.SUSPECTED,
     (_H.NOT_READY, _E.PROBE_FAILED): _H.SUSPECTED,
     (_H.NOT_READY, _E.LEG_BROKE): _H.SUSPECTED,
     (_H.NOT_READY, _E.LEAK_FOUND): _H.LEAKING,
@@ -55,6 +68,7 @@ TRANSITIONS: dict[tuple[Health, HealthEvent], Health] = {
     # A leak ends only with the process that leaks.
     (_H.LEAKING, _E.PROBE_READY): _H.LEAKING,
     (_H.LEAKING, _E.PROBE_NOT_READY): _H.LEAKING,
+    (_H.LEAKING, _E.PROBE_TIMED_OUT): _H.LEAKING,
     (_H.LEAKING, _E.PROBE_FAILED): _H.LEAKING,
     (_H.LEAKING, _E.LEG_BROKE): _H.LEAKING,
     (_H.LEAKING, _E.LEAK_FOUND): _H.LEAKING,

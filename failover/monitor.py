@@ -30,6 +30,8 @@ class Seen(Protocol):
     @property
     def reason(self) -> str: ...
     @property
+    def timed_out(self) -> bool: ...
+    @property
     def facts(self) -> EngineFacts | None: ...
 
 
@@ -83,6 +85,7 @@ class Monitor:
         self._timeout_s = timeout_s
         self._wake: dict[EngineId, asyncio.Event] = {}
         self._probed_s: dict[EngineId, float] = {}
+        self._progress_s: dict[EngineId, float] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -101,6 +104,10 @@ class Monitor:
         """Whether its last good probe is too old to send it a new room."""
         probed_s = self._probed_s.get(engine_id)
         return probed_s is None or asyncio.get_running_loop().time() - probed_s > STALE_PROBE_S
+
+    def progress(self, engine_id: EngineId, now_s: float) -> None:
+        """A leg on it got something: no late answer to a probe says that it is gone."""
+        self._progress_s[engine_id] = now_s
 
     def leg_failed(self, outcome: Outcome) -> None:
         """A leg failed: where that is a sign of a dead server, it gets no new rooms until a probe succeeds."""
@@ -156,9 +163,12 @@ class Monitor:
         if seen.ready:
             self._probed_s[engine_id] = asyncio.get_running_loop().time()
             self._step(engine_id, HealthEvent.PROBE_READY, "")
-        else:
-            event = HealthEvent.PROBE_NOT_READY if seen.reachable else HealthEvent.PROBE_FAILED
-            self._step(engine_id, event, seen.reason)
+        elif seen.reachable:
+            self._step(engine_id, HealthEvent.PROBE_NOT_READY, seen.reason)
+        elif not seen.timed_out:
+            self._step(engine_id, HealthEvent.PROBE_FAILED, seen.reason)
+        elif self._progress_s.get(engine_id, 0.0) <= asyncio.get_running_loop().time() - self._timeout_s:
+            self._step(engine_id, HealthEvent.PROBE_TIMED_OUT, seen.reason)
 
     def _step(self, engine_id: EngineId, event: HealthEvent, reason: str) -> None:
         view = self._registry.view(engine_id)

@@ -41,6 +41,9 @@ class Observer(Protocol):
     def first_output(self) -> None:
         """The first output goes to the sink now."""
 
+    def progress(self, leg: Leg, now_s: float) -> None:
+        """Something good came from a leg."""
+
     def noted(self, outcome: Outcome) -> None:
         """A leg failed; `outcome` has its stage."""
 
@@ -144,7 +147,10 @@ async def _act(
         outcome = replace(happened.outcome, stage=_STAGES[before])
         progress.outcomes.append(outcome)
         observer.noted(outcome)
+    if isinstance(happened, LegAnswer):
+        observer.progress(happened.leg, now_s)
     if isinstance(happened, LegOutput):
+        observer.progress(Leg.DECODE, now_s)
         progress.kept.extend(happened.frames)
         progress.silent_since_s = now_s
     match action:

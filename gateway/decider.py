@@ -183,6 +183,8 @@ class Decider:
         prefills = [view for view in kept if view.spec.role is Role.PREFILL]
         decodes = [view for view in kept if view.spec.role is Role.DECODE]
         if not prefills or not decodes:
+            if self._may_come_back(fleet, Role.PREFILL if not prefills else Role.DECODE):
+                return None
             raise _no_pair(prefills, decodes, dropped)
         if pinned := [view for view in prefills if view.engine_id == waiter.pinned_prefill]:
             prefills = pinned
@@ -242,9 +244,14 @@ class Decider:
         )
 
     def _with_staleness(self, view: EngineView) -> EngineView:
-        if view.health is Health.READY and self._is_stale(view.engine_id):
-            return replace(view, health=Health.SUSPECTED, reason="its last good probe is too old")
+        """No decode is given a prefill whose bootstrap server has not answered lately."""
+        if view.spec.role is Role.PREFILL and view.health is Health.READY and self._is_stale(view.engine_id):
+            return replace(view, health=Health.SLOW, reason="its last good probe is too old")
         return view
+
+    def _may_come_back(self, fleet: FleetSnapshot, role: Role) -> bool:
+        """Whether a server of this role is only late with an answer: a reason to wait, not to refuse."""
+        return any(self._with_staleness(view).health is Health.SLOW for view in fleet.with_role(role))
 
     def _prefill_state(self, view: EngineView, request: RequestView, match: Match, now_s: float) -> PrefillState:
         facts = view.facts

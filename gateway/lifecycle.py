@@ -18,7 +18,7 @@ from engines.errors import UpstreamError
 from engines.pair import PairRun
 from engines.sglang_wire import new_rid, poison
 from engines.tasks import spawn
-from engines.types import EngineId, Health, Outcome, Stage
+from engines.types import EngineId, Health, Leg, Outcome, Stage
 from failover import retry
 from failover.retry import Fault, Verdict
 from gateway import openai_api
@@ -310,6 +310,9 @@ class _Observer:
     def first_output(self) -> None:
         self._note.first_output_s = asyncio.get_running_loop().time() - self._story.arrival_s
         self._gw.metrics.first_output(self._note.first_output_s)
+
+    def progress(self, leg: Leg, now_s: float) -> None:
+        self._gw.monitor.progress(self._decision.pair[leg is Leg.DECODE], now_s)
 
     def noted(self, outcome: Outcome) -> None:
         self._note.outcomes.append(outcome)

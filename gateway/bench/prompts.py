@@ -13,6 +13,8 @@ from functools import lru_cache
 from gateway.bench.trace import BLOCK_TOKENS, TraceRequest
 
 _SYLLABLES = tuple(first + vowel for first in "bdfgklmnprstvz" for vowel in "aeiou")
+_WORDS = tuple(first + second for first in _SYLLABLES for second in _SYLLABLES)
+_WORD_BYTES = len(_WORDS[0]) + 1
 _LEAST_BLOCK_BYTES = 16  # room for any 64-bit id, which every block begins with
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
@@ -62,14 +64,8 @@ def block_text(block: int, scale: PromptScale) -> str:
 
 
 def _pseudo_words(seed: str, head: str, size_bytes: int) -> str:
-    rng = random.Random(seed)
-    words = [head]
-    length = len(head)
-    while length < size_bytes:
-        word = " " + "".join(rng.choices(_SYLLABLES, k=rng.randint(1, 4)))
-        words.append(word)
-        length += len(word)
-    return "".join(words)[:size_bytes]
+    words = random.Random(seed).choices(_WORDS, k=size_bytes // _WORD_BYTES + 1)
+    return f"{head} {' '.join(words)}"[:size_bytes]
 
 
 def _base36(number: int) -> str:

@@ -81,7 +81,8 @@ def _blocks(row: dict[str, Any], prompt_tokens: int, where: str) -> tuple[int, .
     needed = -(-prompt_tokens // BLOCK_TOKENS)
     if len(ids) != needed:
         raise TraceError(
-            f"{where}: hash_ids: expected {needed} ids, one per {BLOCK_TOKENS} of {prompt_tokens} tokens, got {len(ids)}"
+            f"{where}: hash_ids: expected {needed} ids, one per {BLOCK_TOKENS} of input_length {prompt_tokens}, "
+            f"got {len(ids)}"
         )
     return tuple(ids)
 
@@ -127,4 +128,4 @@ def _shown(value: object) -> str:
 
 
 def _shifted(request: TraceRequest, start_s: float) -> TraceRequest:
-    return TraceRequest(request.at_s - start_s, request.prompt_tokens, request.output_tokens, request.blocks)
+    return TraceRequest(round(request.at_s - start_s, 6), request.prompt_tokens, request.output_tokens, request.blocks)

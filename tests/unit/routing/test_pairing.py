@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from engines.types import EngineId, LinkTiming
-from routing.cost import DEFAULT_COST
+from routing.cost import DEFAULT_COST, DecodeSide, PrefillSide, pair_transfer_s
 from routing.pairing import best_pair, fastest_links, separate_choice
 from routing.policies.baselines import LeastCost
 from routing.types import Choice, RequestView, RoutingSnapshot
@@ -101,3 +101,19 @@ def test_separate_choice_passes_over_prefills_without_a_decode() -> None:
     assert choice is not None
     assert pair_of(choice) == "p1-d1"
     assert choice.considered == (choice.best,)
+
+
+@pytest.mark.parametrize("links", [False, True])
+def test_few_pairs_are_priced(monkeypatch: pytest.MonkeyPatch, links: bool) -> None:
+    priced = Counter[str]()
+
+    def counted(wanted: RequestView, p: PrefillSide, d: DecodeSide, among: RoutingSnapshot) -> float:
+        priced["pairs"] += 1
+        return pair_transfer_s(wanted, p, d, among)
+
+    monkeypatch.setattr("routing.pairing.pair_transfer_s", counted)
+    rng = Random(5)
+    pairs = [(EngineId(f"p{i}"), EngineId(f"d{j}")) for i in range(40) for j in range(40)]
+    own = {pair: LinkTiming(rng.uniform(20e9, 50e9), 0.005) for pair in pairs}
+    choose(fleet(40, links=own if links else {}))
+    assert priced["pairs"] < 200

@@ -1,0 +1,344 @@
+"""A fleet of emulated servers with a gateway in front, all real processes, and what a test may ask of them.
+
+Phases are reached by holds, and `held` says that one was. No process outlives its cluster, nor the test process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from ctypes import CDLL
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
+
+from engines.emulator.process import EmulatedServer, free_ports
+from engines.types import Role
+
+SPEED = 20.0
+"""Emulated servers run so many times faster than SGLang, its timeouts included."""
+DEFERRED_RELEASE_S = 30.0 / SPEED + 2.0
+"""A decode that waited for a dead prefill gives its pages back after this at the latest."""
+HEARTBEATS_S = 3 * 5.0 / SPEED
+"""Decodes have noticed a prefill's death when it was gone for so long; before that they keep its stale address."""
+READY_S = 20.0
+
+ROOT = Path(__file__).parents[2]
+_POLL_S = 0.02
+_LOG_TAIL_BYTES = 8_000
+_PR_SET_PDEATHSIG = 1
+_UNCLEAN = ("Traceback", "crashed", "never retrieved", " ERROR ")
+_running: list[Cluster] = []
+
+
+def running() -> tuple[Cluster, ...]:
+    """The clusters that are up, for reports of failed tests."""
+    return tuple(_running)
+
+
+async def eventually(missing: Callable[[], Awaitable[str]], within_s: float) -> None:
+    """Ask `missing` until it says that nothing is; AssertionError with its last words after `within_s`."""
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + within_s
+    while what := await missing():
+        assert loop.time() < until_s, f"after {within_s:g} s: {what}"
+        await asyncio.sleep(_POLL_S)
+
+
+@dataclass(frozen=True)
+class Hold:
+    """A hold armed on a server; `held` and `release` are on the cluster."""
+
+    server: EmulatedServer
+    hold_id: int
+
+
+class GatewayProcess:
+    """`pdgate serve` as a child process, its log in a file."""
+
+    def __init__(self, arguments: Sequence[str], log: Path) -> None:
+        self.port = free_ports(1)[0]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = log
+        self._arguments = arguments
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def launch(self) -> None:
+        command = (sys.executable, "-m", "gateway", "serve", "--pd-disaggregation", "--host", "127.0.0.1")
+        with self.log.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *(*command, "--port", str(self.port), *self._arguments),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=ROOT,
+                preexec_fn=_die_with_parent,
+            )
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.returncode if self._process is not None else None
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self._process is not None and self._process.returncode is None:
+            self._process.send_signal(number)
+
+    async def wait(self, within_s: float) -> int:
+        """Its exit status."""
+        assert self._process is not None
+        return await asyncio.wait_for(self._process.wait(), within_s)
+
+    async def stop(self) -> None:
+        """SIGTERM, and SIGKILL if that takes too long."""
+        self.send_signal(signal.SIGTERM)
+        if self._process is None:
+            return
+        try:
+            await self.wait(10.0)
+        except TimeoutError:
+            self.send_signal(signal.SIGKILL)
+            await self.wait(5.0)
+
+    def log_tail(self) -> str:
+        return self.log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace") if self.log.exists() else ""
+
+
+class Cluster:
+    """N prefills, M decodes and a gateway; `async with` starts and ends them all.
+
+    `gateway`, `engine`, `decode` are further flags: of the gateway, of every server, of decodes alone.
+    """
+
+    def __init__(
+        self,
+        prefills: int = 2,
+        decodes: int = 2,
+        *,
+        speed: float = SPEED,
+        gateway: Sequence[str] = (),
+        engine: Sequence[str] = (),
+        decode: Sequence[str] = (),
+    ) -> None:
+        flags = ("--chunked-prefill-size", "64", *engine)
+        self.prefills = [EmulatedServer(Role.PREFILL, speed=speed, arguments=flags) for _ in range(prefills)]
+        decode_flags = (*flags, *decode)
+        self.decodes = [EmulatedServer(Role.DECODE, speed=speed, arguments=decode_flags) for _ in range(decodes)]
+        self._folder = tempfile.TemporaryDirectory(prefix="pdgate-scenario-")
+        self.gateway = GatewayProcess(self._arguments(gateway), Path(self._folder.name) / "gateway.log")
+        self._exit = AsyncExitStack()
+        self.http: aiohttp.ClientSession
+
+    def _arguments(self, further: Sequence[str]) -> tuple[str, ...]:
+        prefills = (("--prefill", server.url, str(server.bootstrap_port)) for server in self.prefills)
+        decodes = (("--decode", server.url) for server in self.decodes)
+        named = [word for words in (*prefills, *decodes) for word in words]
+        return (*named, "--profile", "tiny", "--seed", "7", "--probe-interval-secs", "0.4", *further)
+
+    # ---- life ----------------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Cluster:
+        self._exit.callback(self._folder.cleanup)
+        try:
+            await self._start()
+        except BaseException as error:
+            await self.__aexit__(type(error), error, error.__traceback__)
+            raise
+        _running.append(self)
+        return self
+
+    async def _start(self) -> None:
+        self._exit.push_async_callback(self.gateway.stop)
+        for server in self.servers:
+            self._exit.push_async_callback(server.stop)
+            await server.launch()
+        await self.gateway.launch()
+        self.http = aiohttp.ClientSession()
+        self._exit.push_async_callback(self.http.close)
+        await self.ready()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self in _running:
+            _running.remove(self)
+        for server in self.servers:
+            server.send_signal(signal.SIGCONT)
+        await self.gateway.stop()
+        log = self.gateway.log.read_text(errors="replace") if self.gateway.log.exists() else ""
+        await self._exit.aclose()
+        if kind is not None:
+            print(f"---- gateway log ----\n{log[-_LOG_TAIL_BYTES:]}")
+            return
+        unclean = [line for line in log.splitlines() if any(word in line for word in _UNCLEAN)]
+        assert not unclean, "the gateway's log holds errors:\n" + log[-_LOG_TAIL_BYTES:]
+
+    @property
+    def servers(self) -> tuple[EmulatedServer, ...]:
+        return (*self.prefills, *self.decodes)
+
+    @property
+    def url(self) -> str:
+        return self.gateway.url
+
+    def of(self, role: Role) -> list[EmulatedServer]:
+        return self.prefills if role is Role.PREFILL else self.decodes
+
+    def server(self, url: str) -> EmulatedServer:
+        """The server that the gateway calls so."""
+        return next(server for server in self.servers if server.url == url)
+
+    async def ready(self, pairs: int | None = None, within_s: float = READY_S) -> None:
+        """Wait until the gateway counts so many usable pairs, by default all there can be."""
+        wanted = len(self.prefills) * len(self.decodes) if pairs is None else pairs
+
+        async def missing() -> str:
+            assert self.gateway.returncode is None, f"the gateway has ended\n{self.gateway.log_tail()}"
+            try:
+                async with self.http.get(self.url + "/readyz") as reply:
+                    body = await reply.json()
+            except aiohttp.ClientError as error:
+                return f"the gateway does not answer: {error}"
+            return "" if body["pairs"] == wanted else f"{body['pairs']} pairs instead of {wanted}: {body['engines']}"
+
+        await eventually(missing, within_s)
+
+    async def kill(self, server: EmulatedServer, number: signal.Signals = signal.SIGKILL) -> None:
+        """End a server's process; returns when it has ended."""
+        await server.kill(number)
+
+    async def restart(self, server: EmulatedServer) -> None:
+        """A new process in a server's place: of a prefill only after decodes have forgotten the old one."""
+        await server.kill()
+        if server.role is Role.PREFILL:
+            await asyncio.sleep(HEARTBEATS_S)  # the downtime is what is wanted here
+        await server.start()
+
+    # ---- what the gateway says -----------------------------------------------------------------------------------
+
+    async def explain(self, request_id: str = "newest") -> dict[str, Any]:
+        """Why a request went where it went; {} while there is none."""
+        async with self.http.get(f"{self.url}/pdgate/explain/{request_id}") as reply:
+            return dict(await reply.json()) if reply.status == 200 else {}
+
+    async def last_attempt(self, prompt_of: str = "newest") -> dict[str, Any]:
+        attempts = (await self.explain(prompt_of)).get("attempts") or [{}]
+        return dict(attempts[-1])
+
+    async def metric(self, name: str, **labels: str) -> float:
+        """The value of one sample of /metrics."""
+        found = [value for sample, value in await self.metrics() if _fits(sample, name, labels)]
+        assert len(found) == 1, f"{len(found)} samples of {name}{labels}"
+        return found[0]
+
+    async def metrics(self) -> list[tuple[Any, float]]:
+        async with self.http.get(self.url + "/metrics") as reply:
+            text = await reply.text()
+        return [(sample, sample.value) for family in text_string_to_metric_families(text) for sample in family.samples]
+
+    # ---- what the servers say ------------------------------------------------------------------------------------
+
+    async def ledger(self, server: EmulatedServer) -> dict[str, Any]:
+        async with self.http.get(server.url + "/emulator/ledger") as reply:
+            return dict(await reply.json())
+
+    async def requests(self, server: EmulatedServer) -> dict[str, Any]:
+        """What a server has seen: `live` and `recent` requests."""
+        async with self.http.get(server.url + "/emulator/requests") as reply:
+            return dict(await reply.json())
+
+    async def fault(self, server: EmulatedServer, name: str, **fields: int) -> None:
+        """Make the next requests of a server go wrong."""
+        async with self.http.post(server.url + "/emulator/fault", json={"fault": name, **fields}) as reply:
+            assert reply.status == 200, await reply.text()
+
+    async def clear_faults(self) -> None:
+        for server in self.servers:
+            async with self.http.delete(server.url + "/emulator/fault") as reply:
+                assert reply.status == 200
+
+    async def hold(self, server: EmulatedServer, stage: str, k: int = 1) -> Hold:
+        """Stop the next request that comes to `stage` on a server."""
+        async with self.http.post(server.url + "/emulator/hold", json={"stage": stage, "k": k}) as reply:
+            assert reply.status == 200, await reply.text()
+            return Hold(server, (await reply.json())["hold_id"])
+
+    async def hold_any(self, role: Role, stage: str, k: int = 1) -> list[Hold]:
+        """A hold on every server of a role: the next request comes to one of them."""
+        return [await self.hold(server, stage, k) for server in self.of(role)]
+
+    async def state(self, hold: Hold) -> str:
+        async with self.http.get(f"{hold.server.url}/emulator/hold/{hold.hold_id}") as reply:
+            return str((await reply.json())["state"])
+
+    async def held(self, holds: Sequence[Hold], count: int = 1, within_s: float = 10.0) -> list[Hold]:
+        """Wait until `count` of these holds have a request, and give the others up."""
+        caught: list[Hold] = []
+
+        async def missing() -> str:
+            caught[:] = [hold for hold in holds if await self.state(hold) == "held"]
+            return "" if len(caught) >= count else f"{len(caught)} of {count} requests are held"
+
+        await eventually(missing, within_s)
+        for hold in holds:
+            if hold not in caught:
+                await self.release(hold)
+        return caught
+
+    async def release(self, hold: Hold) -> None:
+        """Let go of what a hold holds; nothing happens where its server has ended."""
+        try:
+            async with self.http.delete(f"{hold.server.url}/emulator/hold/{hold.hold_id}"):
+                pass
+        except aiohttp.ClientError:
+            assert hold.server.returncode is not None
+
+    # ---- nothing is left -----------------------------------------------------------------------------------------
+
+    async def settled(self, within_s: float = 5.0, servers: Sequence[EmulatedServer] | None = None) -> None:
+        """Wait until no request holds KV on `servers` (all, if not given), and the gateway knows it."""
+        watched = self.servers if servers is None else servers
+
+        async def missing() -> str:
+            return await self._kept(watched) or await self._believed(watched)
+
+        await eventually(missing, within_s)
+
+    async def _kept(self, servers: Sequence[EmulatedServer]) -> str:
+        for server in servers:
+            ledger = await self.ledger(server)
+            if ledger["by_room"] or ledger["locked_cache_tokens"]:
+                return f"{server.role} {server.url} still holds {ledger}"
+        return ""
+
+    async def _believed(self, servers: Sequence[EmulatedServer]) -> str:
+        urls = {server.url for server in servers}
+        for sample, value in await self.metrics():
+            whole = sample.name in ("pdgate_live_bookings", "pdgate_releases_pending", "pdgate_queue_requests")
+            of_server = sample.name.startswith(("pdgate_kv_unaccounted", "pdgate_booked"))
+            if (whole or (of_server and sample.labels["engine"] in urls)) and value != 0:
+                return f"{sample.name}{sample.labels} is {value}"
+        return ""
+
+
+def _fits(sample: Any, name: str, labels: dict[str, str]) -> bool:
+    return sample.name == name and labels.items() <= sample.labels.items()
+
+
+def _die_with_parent() -> None:
+    CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() == 1:
+        os._exit(1)
