@@ -122,9 +122,11 @@ async def run(rounds: int) -> None:
             )
             for name, units, load, request, bare_request, count in cases:
                 cost = await measured(
-                    server.pid, lambda l=load, r=request, c=count: l(server.port, r, c), units, rounds
+                    server.pid, lambda send=load, r=request, n=count: send(server.port, r, n), units, rounds
                 )
-                bare = await measured(hello.pid, lambda l=load, r=bare_request, c=count: l(port, r, c), units, rounds)
+                bare = await measured(
+                    hello.pid, lambda send=load, r=bare_request, n=count: send(port, r, n), units, rounds
+                )
                 print(f"{name}: {cost:.1f} µs of CPU, bare aiohttp {bare:.1f} µs, ratio {cost / bare:.2f}", flush=True)
     finally:
         hello.terminate()

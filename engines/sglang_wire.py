@@ -7,6 +7,7 @@ fields together: a decode that gets a room without a host dies.
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -25,6 +26,9 @@ _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 MAX_TOP_LOGPROBS = 128
 """`MetadataBuffers.set_buf` raises above this inside the prefill's scheduler, which ends the process (0.5.23)."""
 
+MAX_DEPTH = 200
+"""Levels of a body: the JSON reader takes 1,024 of them, the writer 254."""
+
 
 # ---- identity of an attempt ------------------------------------------------------------------------------------------
 
@@ -33,7 +37,7 @@ class RoomMaker:
     """Hands out rooms that no other process hands out, each fit for one prefill DP rank.
 
     A room is 20 bits of process id, a 33-bit counter that starts anywhere, and a 10-bit slot chosen so that
-    `room % dp_size == rank` (else random). Never 0; a counter value comes back after 2**33 rooms.
+    `room % dp_size == rank` (else random). The counter is never 0, hence no room is; it repeats after 2**33 - 1 rooms.
     """
 
     def __init__(self, rng: random.Random, process_id: int | None = None) -> None:
@@ -43,12 +47,12 @@ class RoomMaker:
 
     def next_room(self, dp_size: int = 1, rank: int | None = None) -> int:
         """A new room; `rank` asks for the prefill DP rank that SGLang derives as `room % dp_size`."""
-        self._counter = (self._counter + 1) % (1 << _COUNTER_BITS)
+        self._counter = self._counter % ((1 << _COUNTER_BITS) - 1) + 1
         base = ((self._process << _COUNTER_BITS) | self._counter) << _SLOT_BITS
         slot = self._rng.getrandbits(_SLOT_BITS)
         if rank is not None and dp_size > 1:
             slot = self._slot_for(base, dp_size, rank % dp_size, slot)
-        return (base | slot) or 1
+        return base | slot
 
     @staticmethod
     def _slot_for(base: int, dp_size: int, rank: int, slot: int) -> int:
@@ -117,22 +121,30 @@ def _fields(body: Mapping[str, Any], inner: Mapping[str, Any]) -> Iterable[tuple
 def _is_poison(name: str, value: Any, source: Mapping[str, Any], body: Mapping[str, Any]) -> bool:
     match name:
         case "top_logprobs" | "logprobs" | "top_logprobs_num":
-            return isinstance(value, int) and value > MAX_TOP_LOGPROBS
+            return any(_number(item) > MAX_TOP_LOGPROBS for item in (value if isinstance(value, list) else [value]))
         case "best_of" | "beam_width":
-            return isinstance(value, int) and value > 1
+            return _number(value) > 1
         case "logprob_start_len":
-            return isinstance(value, int) and value >= 0 and bool(body.get("return_logprob", True))
+            return _number(value) >= 0 and bool(body.get("return_logprob", True))
         case "echo":
-            return value is True and body.get("logprobs") not in (None, False)
+            return bool(value) and body.get("logprobs") not in (None, False)
         case "input_ids":
             return isinstance(value, list) and (not value or [] in value)
         case "min_p":
             seeded = source.get("seed") is not None or source.get("sampling_seed") is not None
-            return isinstance(value, int | float) and value > 0 and seeded
+            return _number(value) > 0 and seeded
         case "return_sampling_mask":
-            return value is True
+            return bool(value)
         case _:
             return value is not None
+
+
+def _number(value: Any) -> float:
+    """What the engine may take for a number: its OpenAI routes also read 129.0 and "129" as 129. Else NaN."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan
 
 
 def _oversized_integer(value: Any, path: str = "") -> str | None:
@@ -155,6 +167,17 @@ def _oversized_integer(value: Any, path: str = "") -> str | None:
         if (found := _oversized_integer(item, f"{path}.{key}" if path else str(key))) is not None:
             return found
     return None
+
+
+def too_deep(body: Mapping[str, Any]) -> bool:
+    """Whether `body` is nested deeper than `MAX_DEPTH`; no recursion, unlike the other looks at a body."""
+    level: list[Any] = [body]
+    for _ in range(MAX_DEPTH):
+        containers = (value.values() if isinstance(value, dict) else value for value in level)
+        level = [item for items in containers for item in items if isinstance(item, dict | list)]
+        if not level:
+            return False
+    return True
 
 
 # ---- bodies ----------------------------------------------------------------------------------------------------------
@@ -220,11 +243,11 @@ def stream_error(data: bytes) -> tuple[str, int | None, bool]:
         parsed = None
     if not isinstance(parsed, dict):
         return data[:2000].decode(errors="replace"), None, False
-    if isinstance(error := parsed.get("error"), dict):
-        code = error.get("code")
-        return str(error.get("message", "")), code if isinstance(code, int) else None, False
-    message, status = abort_reason(parsed) or ("", None)
-    return message, status, True
+    if (reason := abort_reason(parsed)) is not None:
+        return *reason, True
+    error = parsed.get("error", parsed)
+    code = error.get("code") if isinstance(error, dict) else None
+    return error_text(data), code if isinstance(code, int) else None, False
 
 
 def abort_reason(answer: Mapping[str, Any]) -> tuple[str, int | None] | None:
@@ -234,8 +257,9 @@ def abort_reason(answer: Mapping[str, Any]) -> tuple[str, int | None] | None:
         finish = meta.get("finish_reason")
         if isinstance(finish, dict) and finish.get("type") == "abort":
             code = finish.get("status_code")
-            return str(finish.get("message", "aborted")), code if isinstance(code, int) else None
-    for choice in answer.get("choices") or ():
+            return str(finish.get("message") or "aborted"), code if isinstance(code, int) else None
+    choices = answer.get("choices")
+    for choice in choices if isinstance(choices, list) else ():
         if isinstance(choice, dict) and choice.get("finish_reason") == "abort":
             return "finish_reason abort", None
     return None
@@ -253,7 +277,7 @@ def judge_answer(status: int, body: bytes) -> tuple[FailureKind, str, int | None
         return FailureKind.GARBLED, "the answer is not a JSON object", status
     if (reason := abort_reason(parsed)) is not None:
         return FailureKind.ABORTED, reason[0], reason[1]
-    if "choices" not in parsed and "meta_info" not in parsed:
+    if not isinstance(parsed.get("choices"), list) and not isinstance(parsed.get("meta_info"), dict):
         return FailureKind.GARBLED, "the answer has neither choices nor meta_info", status
     return None
 
@@ -299,6 +323,8 @@ def boot_fingerprint(server_info: Mapping[str, Any], ranks: Iterable[str] = ()) 
 
 def facts_of(server_info: Mapping[str, Any], model_info: Mapping[str, Any], ranks: Iterable[str] = ()) -> EngineFacts:
     """What a server says of itself. Raises ValueError naming a field that is missing or of a wrong type."""
+    context_tokens = _int(server_info, "max_req_input_len") + 6  # max_req_input_len = context length - 6 (0.5.23)
+    chunk_tokens = _int(server_info, "chunked_prefill_size", 8192)
     return EngineFacts(
         model=str(model_info.get("served_model_name") or server_info.get("served_model_name") or ""),
         weight_version=str(model_info.get("weight_version") or ""),
@@ -310,8 +336,8 @@ def facts_of(server_info: Mapping[str, Any], model_info: Mapping[str, Any], rank
             kv_layout="page_major" if server_info.get("enable_page_major_kv_layout") else "",
         ),
         max_total_tokens=_int(server_info, "max_total_num_tokens"),
-        context_tokens=_int(server_info, "max_req_input_len") + 6,  # max_req_input_len = context length - 6 (0.5.23)
-        chunk_tokens=max(1, _int(server_info, "chunked_prefill_size", 8192)),
+        context_tokens=context_tokens,
+        chunk_tokens=chunk_tokens if chunk_tokens > 0 else context_tokens,  # -1 turns chunking off
         dp_size=max(1, _int(server_info, "dp_size", 1)),
         boot_fingerprint=boot_fingerprint(server_info, ranks),
         version=str(server_info.get("version") or ""),

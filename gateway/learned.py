@@ -40,7 +40,7 @@ class Learned:
         return estimator.prompt_tokens(self._bytes_per_token.get(model, estimator.BYTES_PER_TOKEN), prompt_bytes)
 
     def bytes_per_token(self, model: str) -> float:
-        return estimator.ratio_of(self._bytes_per_token.get(model, estimator.BYTES_PER_TOKEN))
+        return estimator.bytes_per_token(self._bytes_per_token.get(model, estimator.BYTES_PER_TOKEN))
 
     def output_tokens(self, model: str, max_output_tokens: int) -> int:
         return estimator.expected_output_tokens(self._output.get(model, Quantile()), max_output_tokens)

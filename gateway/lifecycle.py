@@ -16,7 +16,7 @@ from opentelemetry.trace import Span
 from engines.base import Attempt
 from engines.errors import UpstreamError
 from engines.pair import PairRun
-from engines.sglang_wire import new_rid, poison
+from engines.sglang_wire import MAX_DEPTH, new_rid, poison, too_deep
 from engines.tasks import spawn
 from engines.types import EngineId, Health, Leg, Outcome, Stage
 from failover import retry
@@ -117,6 +117,8 @@ async def relay(gw: Gateway, path: str, body: bytes) -> tuple[int, bytes]:
 
 def _admit(gw: Gateway, request: ParsedRequest) -> tuple[Unit, ...]:
     """The engine requests of this request; refuses what no engine serves or survives."""
+    if too_deep(request.body):
+        raise bad_request(f"the body is nested more than {MAX_DEPTH} levels deep", code="invalid_json")
     if models := gw.fleet.models():
         openai_api.served(request.model, models)
     units = openai_api.expand(request)

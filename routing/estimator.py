@@ -110,14 +110,23 @@ BYTES_PER_TOKEN = Ratio(prior=4.0)
 """Bytes of prompt text per token before any usage was seen: English under common tokenizers."""
 
 
+_TOKENIZER = RatioConfig(outlier_factor=10.0, min_observations=1)
+"""A tokenizer is no noisy server: one answer already says more than the prior."""
+
+
 def observe_prompt(state: Ratio, prompt_bytes: int, prompt_tokens: int) -> Ratio:
     """Bytes per token after an answer told `usage.prompt_tokens`."""
-    return observe_ratio(state, prompt_bytes, prompt_tokens)
+    return observe_ratio(state, prompt_bytes, prompt_tokens, _TOKENIZER)
+
+
+def bytes_per_token(state: Ratio) -> float:
+    """The present estimate of bytes per token."""
+    return ratio_of(state, _TOKENIZER)
 
 
 def prompt_tokens(state: Ratio, prompt_bytes: int) -> int:
     """The tokens `prompt_bytes` of text stand for, at least 1."""
-    return max(1, round(prompt_bytes / ratio_of(state)))
+    return max(1, round(prompt_bytes / bytes_per_token(state)))
 
 
 @dataclass(frozen=True, slots=True)

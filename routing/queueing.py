@@ -5,6 +5,7 @@ The order is decided in `ready` alone, so that deadlines and fairness can replac
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,6 +41,8 @@ class WaitingQueue:
         self._limits = limits or QueueLimits()
         self._waiting: OrderedDict[str, RequestView] = OrderedDict()
         self._bytes = 0
+        self._earliest_s = math.inf
+        """No deadline in the queue is before this; most looks at `expired` then cost nothing."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -62,6 +65,7 @@ class WaitingQueue:
             return Offer.FULL_BYTES
         self._waiting[request.request_id] = request
         self._bytes += request.body_bytes
+        self._earliest_s = min(self._earliest_s, request.deadline_s)
         return Offer.ACCEPTED
 
     def take(self, request_id: str) -> RequestView | None:
@@ -73,9 +77,12 @@ class WaitingQueue:
 
     def expired(self, now_s: float) -> tuple[RequestView, ...]:
         """Remove and return those whose deadline has passed."""
+        if now_s < self._earliest_s:
+            return ()
         late = tuple(request for request in self._waiting.values() if request.deadline_s <= now_s)
         for request in late:
             self.take(request.request_id)
+        self._earliest_s = min((request.deadline_s for request in self._waiting.values()), default=math.inf)
         return late
 
     def ready(self, limit: int = 16) -> tuple[RequestView, ...]:

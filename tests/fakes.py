@@ -1,9 +1,10 @@
-"""Stand-ins for the tests: an upstream without sockets, a fleet that is up, a decider over it, a client that remembers."""
+"""Stand-ins for the tests: an upstream without sockets, a fleet that is up, a decider over it, a client."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import replace
 from itertools import count
 from random import Random
 from typing import Any
@@ -170,19 +171,14 @@ def spec(name: str) -> EngineSpec:
 
 
 def view(name: str, load: EngineLoad | None = None, **changes: Any) -> EngineView:
-    return EngineView(spec(name), Health.READY, 1, _facts(**changes), load)
-
-
-def _facts(**changes: Any) -> EngineFacts:
-    values = {name: getattr(FACTS, name) for name in FACTS.__slots__}
-    return EngineFacts(**{**values, **changes})
+    return EngineView(spec(name), Health.READY, 1, replace(FACTS, **changes), load)
 
 
 def up(*names: str, **changes: Any) -> Fleet:
     """A fleet of servers that are ready; `changes` are to their facts."""
     fleet = Fleet([spec(name) for name in names])
     for name in names:
-        fleet.set_facts(EngineId(f"http://{name}"), _facts(**changes))
+        fleet.set_facts(EngineId(f"http://{name}"), replace(FACTS, **changes))
         fleet.set_health(EngineId(f"http://{name}"), Health.READY)
     return fleet
 

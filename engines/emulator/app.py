@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 from collections.abc import Callable
@@ -27,6 +28,8 @@ KEEP_ALIVE_S = 5.0
 
 _MAX_BODY_BYTES = 256 << 20
 _BACKLOG = 2048
+_GC_THRESHOLD = 50_000
+"""Objects between collections: the default would collect every few requests."""
 _OPEN_PREFIXES = ("/health", "/ready", "/metrics")
 
 
@@ -55,6 +58,8 @@ class EmulatedApp:
         loop.add_signal_handler(signal.SIGTERM, lambda: spawn(self._drain(engine, info), "emulator-drain"))
         loop.add_signal_handler(signal.SIGINT, self._stop.set)
         await self._listen(app, self._options.port)
+        gc.freeze()
+        gc.set_threshold(_GC_THRESHOLD)
         info.ready = True
         await self._stop.wait()
         for runner in self._runners:

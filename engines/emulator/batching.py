@@ -147,12 +147,10 @@ class RunningBatch:
 
     def _grow(self, job: Job) -> bool:
         """Have a page for the job's next token; retract it (its pages go, its text stays) when there is none."""
-        missing_tokens = job.prompt_tokens + job.output_tokens - job.capacity_tokens
-        if missing_tokens <= 0:
+        if job.prompt_tokens + job.output_tokens <= job.capacity_tokens:
             return True
-        pages = self._pool.pages_for(missing_tokens)
-        if self._pool.reserve(job.serial, job.room_label, pages):
-            job.capacity_tokens += pages * self._pool.page_size_tokens
+        if self._pool.extend(job.serial):
+            job.capacity_tokens += self._pool.page_size_tokens
             return True
         self._pool.release(job.serial)
         del self.jobs[job.serial]

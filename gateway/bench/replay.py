@@ -35,7 +35,7 @@ class UsageError(Exception):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of `pdgate replay`."""
-    above_zero, count = _number(float, above=0.0), _number(int, above=0)
+    above_zero, count = _number(float), _number(int)
     parser.add_argument("--trace", type=Path, required=True, metavar="FILE", help="Mooncake JSON lines or Azure CSV")
     parser.add_argument("--url", type=_base_url, required=True, help="the server, as in http://127.0.0.1:30000")
     parser.add_argument("--model", help="name of the model (default: the first that the server lists)")
@@ -64,11 +64,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Replay and report: 0 when every request completed, 1 when some failed, 2 when it could not be run."""
     try:
-        scale = PromptScale(args.text_scale, args.bytes_per_token, args.seed)
+        scale = _scale(args)
         trace = _read(args.trace, args.limit)
         _check_writable(args.out)
         report = asyncio.run(_replay(args, scale, trace))
-    except (UsageError, TraceError, ValueError) as error:
+    except (UsageError, TraceError) as error:
         print(f"pdgate replay: error: {error}", file=sys.stderr)
         return 2
     _write(report, args)
@@ -144,6 +144,13 @@ def _write(report: dict[str, Any], args: argparse.Namespace) -> None:
         )
 
 
+def _scale(args: argparse.Namespace) -> PromptScale:
+    try:
+        return PromptScale(args.text_scale, args.bytes_per_token, args.seed)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
 def _read(path: Path, limit: int | None) -> list[TraceRequest]:
     try:
         with path.open(encoding="utf-8") as lines:
@@ -165,14 +172,14 @@ def _base_url(text: str) -> str:
     return text.rstrip("/").removesuffix("/v1")
 
 
-def _number(kind: type[int] | type[float], *, above: float) -> Callable[[str], float]:
+def _number(kind: type[int] | type[float]) -> Callable[[str], float]:
     def parse(text: str) -> float:
         try:
             value = kind(text)
         except ValueError:
-            value = kind(above)
-        if not value > above or math.isinf(value):
-            raise argparse.ArgumentTypeError(f"expected a number above {above:g}, got {text!r}")
+            value = 0
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
         return value
 
     return parse

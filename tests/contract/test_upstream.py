@@ -89,10 +89,10 @@ async def test_request_goes_out_as_it_is(upstream: Upstream) -> None:
     body = b'{ "odd" :\t"spacing", "n": 1e0 }'
     async with serving(script) as server:
         await upstream.fetch(
-            "POST", f"{server.url}/a%2Fb?q=%20x&y=+", body=body, headers={"X-Tag": "A b"}, timeout_s=SOON_S
+            "POST", f"{server.url}/a%2fb%7E?q=%20x&y=+", body=body, headers={"X-Tag": "A b"}, timeout_s=SOON_S
         )
     (request,) = seen
-    assert request.line == b"POST /a%2Fb?q=%20x&y=+ HTTP/1.1"
+    assert request.line == b"POST /a%2fb%7E?q=%20x&y=+ HTTP/1.1"
     assert request.body_sha == hashlib.sha256(body).hexdigest()
     assert request.headers[b"content-type"] == b"application/json"
     assert request.headers[b"accept-encoding"] == b"identity"
@@ -458,6 +458,19 @@ async def test_too_large_an_answer(upstream: Upstream) -> None:
             await upstream.fetch("GET", server.url, timeout_s=SOON_S, limit_bytes=5000)
         await until_closed(server.port)
     assert caught.value.kind is FailureKind.GARBLED
+
+
+async def test_reading_too_much_drops_the_connection(upstream: Upstream) -> None:
+    async def script(connection: Connection) -> None:
+        await connection.request()
+        await connection.send(CHUNKED + chunk(bytes(1000)))
+        await connection.gone()
+
+    async with serving(script) as server:
+        exchange = await upstream.open("GET", server.url)
+        with pytest.raises(UpstreamError):
+            await exchange.read(999)
+        await until_closed(server.port)
 
 
 async def test_answer_of_just_the_limit(upstream: Upstream) -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from engines.emulator.core import (
     AckAbort,
     Ended,
+    ForgetPeer,
     Job,
     Node,
     PushAddresses,
@@ -68,11 +69,12 @@ class World:
         self.settle()
 
     def settle(self) -> None:
-        """Deliver messages until nobody has any."""
+        """Advance the nodes and deliver their messages until nobody has any: what a real driver's pokes do."""
         busy = True
         while busy:
             busy = False
             for node in self.nodes:
+                node.advance(self.now_s)  # type: ignore[attr-defined]
                 for event in node.take_events():
                     busy = True
                     self._deliver(event)
@@ -88,23 +90,20 @@ class World:
             self.prefill.addresses(event.job.room or 0, "d:1", self.now_s)
         elif isinstance(event, TellAbort):
             self.prefill.peer_abort(event.job.room or 0, self.now_s)
+        elif isinstance(event, ForgetPeer):
+            self.decode.peer_known(event.peer)
         elif isinstance(event, Ended):
             self.ended.append(event.job)
 
     def run(self, until_s: float) -> None:
         """Let the nodes advance through every due moment up to `until_s`."""
-        for node in self.nodes:
-            node.advance(self.now_s)  # type: ignore[attr-defined]
-        self.settle()
         while True:
+            self.settle()
             due = [node.next_s() for node in self.nodes]  # type: ignore[attr-defined]
             soonest = min((at_s for at_s in due if at_s is not None), default=None)
             if soonest is None or soonest > until_s:
                 break
             self.now_s = max(self.now_s, soonest)
-            for node in self.nodes:
-                node.advance(self.now_s)  # type: ignore[attr-defined]
-            self.settle()
         self.now_s = until_s
 
     def check(self) -> None:
@@ -155,7 +154,6 @@ def _apply(world: World, action: Action) -> None:
         world.run(world.now_s + action.duration_s)
     elif action.name == "peer_lost":
         world.decode.peer_lost(PEER, world.now_s)
-        world.decode.peer_known(PEER)
     elif action.name == "send_failed":
         for job in list(world.prefill.jobs.values())[:1]:
             world.prefill.transfer_failed(job, "Failed to send", world.now_s)

@@ -123,5 +123,5 @@ class Index(RuleBasedStateMachine):
             assert self.index.held_blocks(engine_id) == len(naive.used) <= naive.capacity
 
 
-Index.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+Index.TestCase.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
 TestIndex = Index.TestCase
