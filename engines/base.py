@@ -95,6 +95,9 @@ class PairStrategy(Protocol):
     def judge(self, leg: Leg, status: int, body: bytes) -> Fault | None:
         """What is wrong with a whole answer; None when it is a good one."""
 
+    def cached_tokens(self, prefill_answer: bytes) -> int | None:
+        """How much of the prompt a prefill says it found cached; None where it does not say."""
+
     def frame_fault(self, frame: bytes) -> Fault:
         """What an ERROR or ABORT event of a stream says."""
 

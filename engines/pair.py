@@ -8,6 +8,7 @@ its server has let go.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from engines.tasks import spawn
 from engines.types import FailureKind, Leg, Outcome, Stage
 from engines.upstream import Exchange, Upstream
 
+_log = logging.getLogger("pdgate.pair")
 _ANSWER_LIMIT_BYTES = 256 * 1024 * 1024
 _UNREAD_OUTPUTS = 16
 """Outputs of the decode that may wait for a slow client before its socket is left unread."""
@@ -129,6 +131,12 @@ class PairRun:
                 exchange.close()
         except UpstreamError as error:
             self._fail(leg, Fault(error.kind, error.message), definite=error.definite)
+        except Exception as error:  # a fault of ours: told as a failure, as silence would last until a deadline
+            _log.exception("leg %s of %s", leg, self.attempt.rid)
+            self._fail(leg, Fault(FailureKind.GARBLED, f"{type(error).__name__}: {error}"))
+        finally:
+            if leg is Leg.PREFILL:
+                self._prefill_answer.cancel()  # unless it has come; a decode that waits for it ends with it
 
     async def _call(self, leg: Leg) -> Call:
         if leg is Leg.PREFILL:
@@ -151,16 +159,20 @@ class PairRun:
         decoder = FrameDecoder()
         kept: list[bytes] = []
         failed = whole = False
-        async for chunk in exchange.chunks():
-            frames = [(event_kind(frame), frame) for frame in decoder.feed(chunk)]
-            for index, (kind, frame) in enumerate(frames):
-                if kind in (EventKind.ERROR, EventKind.ABORT) and not failed:
-                    failed = True
-                    await self._output(leg, frames[:index], kept)
-                    self._fail(leg, self._strategy.frame_fault(frame))
-                whole = whole or kind is EventKind.DONE
-            if not failed:
-                await self._output(leg, frames, kept)
+        try:
+            async for chunk in exchange.chunks():
+                frames = [(event_kind(frame), frame) for frame in decoder.feed(chunk)]
+                for index, (kind, frame) in enumerate(frames):
+                    if kind in (EventKind.ERROR, EventKind.ABORT) and not failed:
+                        failed = True
+                        await self._output(leg, frames[:index], kept)
+                        self._fail(leg, self._strategy.frame_fault(frame))
+                    whole = whole or kind is EventKind.DONE
+                if not failed:
+                    await self._output(leg, frames, kept)
+        except UpstreamError:
+            if not (failed or whole):  # else the loss is no news
+                raise
         if failed:
             return
         if whole:
@@ -185,8 +197,6 @@ class PairRun:
         self._events.put_nowait(LegAnswer(leg, body))
 
     def _fail(self, leg: Leg, fault: Fault, *, definite: bool = False) -> None:
-        if leg is Leg.PREFILL and not self._prefill_answer.done():
-            self._prefill_answer.cancel()  # a decode that waits for this answer ends with it
         outcome = Outcome(
             self.attempt.view(leg).engine_id,
             leg,

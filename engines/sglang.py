@@ -14,7 +14,7 @@ import orjson
 from engines import sglang_wire as wire
 from engines.base import Attempt, Call, Fault, Order, Probe
 from engines.errors import UpstreamError
-from engines.sse_frames import data_of
+from engines.sse_frames import FrameDecoder, data_of
 from engines.types import EngineFacts, EngineLoad, EngineSpec, EngineView, FailureKind, Leg, Role
 from engines.upstream import Upstream
 
@@ -52,6 +52,14 @@ class SglangStrategy:
         found = wire.judge_answer(status, body)
         return None if found is None else Fault(*found)
 
+    def cached_tokens(self, prefill_answer: bytes) -> int | None:
+        if not prefill_answer.startswith(b"data:"):
+            return wire.cached_tokens(prefill_answer)
+        found = None
+        for frame in FrameDecoder().feed(prefill_answer):
+            found = wire.cached_tokens(data_of(frame)) if found is None else found
+        return found
+
     def frame_fault(self, frame: bytes) -> Fault:
         message, code, aborted = wire.stream_error(data_of(frame))
         return Fault(FailureKind.ABORTED if aborted else FailureKind.STREAM_ERROR, message, code)
@@ -80,11 +88,11 @@ class SglangEngine:
             return Probe(spec.engine_id, False, False, error.message, timed_out=error.kind is FailureKind.TIMEOUT)
         except TimeoutError:
             return Probe(spec.engine_id, False, False, f"no answer within {timeout_s:g} s", timed_out=True)
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             return Probe(spec.engine_id, True, False, str(error))
         try:
             return Probe(spec.engine_id, True, True, facts=await self._facts(spec, ranks, timeout_s))
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             return Probe(spec.engine_id, True, False, str(error))
         except UpstreamError as error:
             timed_out = error.kind is FailureKind.TIMEOUT
@@ -92,10 +100,9 @@ class SglangEngine:
 
     async def load(self, spec: EngineSpec, timeout_s: float) -> EngineLoad | None:
         try:
-            answer = await self._json(spec.url + "/v1/loads", timeout_s)
-        except (UpstreamError, ValueError, TimeoutError):
+            return wire.load_of(await self._json(spec.url + "/v1/loads", timeout_s))
+        except (UpstreamError, ValueError, TypeError):
             return None
-        return wire.load_of(answer)
 
     async def post(self, view: EngineView, path: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
         reply = await self._upstream.fetch(

@@ -304,6 +304,16 @@ def usage_of(answer: Mapping[str, Any]) -> Usage | None:
     return None
 
 
+def cached_tokens(answer: bytes) -> int | None:
+    """The prompt tokens that one answer or stream event says were cached; None where it does not say."""
+    try:
+        parsed = orjson.loads(answer)
+    except orjson.JSONDecodeError:
+        return None
+    usage = usage_of(parsed) if isinstance(parsed, dict) else None
+    return None if usage is None else usage.cached_tokens
+
+
 # ---- probes ----------------------------------------------------------------------------------------------------------
 
 

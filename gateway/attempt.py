@@ -35,8 +35,8 @@ class Sink(Protocol):
 class Observer(Protocol):
     """Who is told how an attempt goes on."""
 
-    def handed_over(self) -> None:
-        """The prefill's part is over and well."""
+    def handed_over(self, prefill_answer: bytes | None) -> None:
+        """The prefill's part is over and well; its answer is None where the decode was first."""
 
     def first_output(self) -> None:
         """The first output goes to the sink now."""
@@ -160,16 +160,20 @@ async def _act(
             progress.timer_s, progress.timer_event = now_s + table.LOSS_GRACE_S, Event.GRACE_PASSED
         case Action.HAND_OVER:
             progress.silent_since_s = now_s
-            observer.handed_over()
+            observer.handed_over(_prefill_answer(happened))
         case Action.RELAY | Action.FINISH:
             progress.timer_s = None
             if before is not Phase.STREAMING:
-                observer.handed_over()
+                observer.handed_over(_prefill_answer(happened))
                 observer.first_output()
             await _pass_on(run, sink, progress)
             progress.silent_since_s = asyncio.get_running_loop().time()
         case _:
             pass
+
+
+def _prefill_answer(happened: LegEvent | None) -> bytes | None:
+    return happened.body if isinstance(happened, LegAnswer) and happened.leg is Leg.PREFILL else None
 
 
 async def _pass_on(run: PairRun, sink: Sink, progress: _Progress) -> None:

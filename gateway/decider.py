@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Protocol
 
 from engines.types import EngineId, EngineView, FleetSnapshot, Health, PrefillWork, Role, prefill_s
 from gateway.bookings import Booking, Bookings
-from gateway.errors import GatewayError, bad_request, no_pair, overloaded
+from gateway.candidates import BLOCK_BYTES, decode_state, no_pair_error, prefill_state
+from gateway.errors import GatewayError, no_pair, overloaded
 from gateway.learned import Learned
 from routing import filters
-from routing.index import NO_HIT, Match, PrefixIndex
+from routing.index import PrefixIndex
 from routing.ownership import ClaimId, OwnershipStore
 from routing.policies import Policy
 from routing.queueing import FILL_RATIO, Offer, WaitingQueue, can_dispatch, has_room, retry_after_s
-from routing.types import Choice, DecodeState, Dropped, PrefillState, RequestView, RoutingSnapshot
+from routing.types import Choice, Dropped, RequestView, RoutingSnapshot
 
-_FRESH_LOAD_S = 3.0
+_CLEAR_MISS_RATIO = 0.9
+"""Blocks stand for a mean number of tokens: less than a tenth (and a block) off is no miss."""
 _LOOK_AHEAD = 64
 """Requests that one pass may dispatch; each finished pass is followed by another while the head can leave."""
 
@@ -185,17 +187,17 @@ class Decider:
         if not prefills or not decodes:
             if self._may_come_back(fleet, Role.PREFILL if not prefills else Role.DECODE):
                 return None
-            raise _no_pair(prefills, decodes, dropped)
+            raise no_pair_error(prefills, decodes, dropped)
         if pinned := [view for view in prefills if view.engine_id == waiter.pinned_prefill]:
             prefills = pinned
         match = self.index.match(request.blocks)
-        states = [self._decode_state(view) for view in decodes]
+        states = [decode_state(view, self.learned, self.bookings) for view in decodes]
         open_states = [state for state in states if has_room(request, state, FILL_RATIO)]
         if not can_dispatch(request, open_states):
             return None
         snapshot = RoutingSnapshot(
             now_s,
-            tuple(self._prefill_state(view, request, match, now_s) for view in prefills),
+            tuple(prefill_state(view, request, match, self.learned, self.bookings, now_s) for view in prefills),
             tuple(open_states),
             self.learned.profile.link,
             self.learned.profile.kv_bytes_per_token,
@@ -253,38 +255,6 @@ class Decider:
         """Whether a server of this role is only late with an answer: a reason to wait, not to refuse."""
         return any(self._with_staleness(view).health is Health.SLOW for view in fleet.with_role(role))
 
-    def _prefill_state(self, view: EngineView, request: RequestView, match: Match, now_s: float) -> PrefillState:
-        facts = view.facts
-        assert facts is not None  # the filters dropped views without facts
-        timing = self.learned.prefill_timing(view.engine_id, facts.chunk_tokens)
-        hit = match.get(view.engine_id, NO_HIT)
-        page_tokens = facts.cache_format.page_size_tokens
-        booked_tokens = self.bookings.uncached_tokens(view.engine_id)
-        reported_tokens = view.load.waiting_uncached_tokens if view.load is not None else 0
-        unbooked_tokens = max(0, reported_tokens - booked_tokens)  # what others than this gateway brought
-        return PrefillState(
-            view,
-            timing,
-            booked_s=self.bookings.queue_s(view.engine_id, timing, now_s) + unbooked_tokens * timing.per_token_s,
-            booked_uncached_tokens=booked_tokens + unbooked_tokens,
-            booked_requests=self.bookings.prefill_requests(view.engine_id),
-            hit_tokens=hit_tokens(hit.held_blocks, request, page_tokens),
-            pending_hit_tokens=hit_tokens(hit.pending_blocks, request, page_tokens),
-        )
-
-    def _decode_state(self, view: EngineView) -> DecodeState:
-        facts = view.facts
-        assert facts is not None  # the filters dropped views without facts
-        reported_tokens = view.load.total_tokens if view.load is not None else 0
-        return DecodeState(
-            view,
-            self.learned.decode_timing(view.engine_id),
-            facts.max_total_tokens,
-            booked_tokens=max(self.bookings.decode_kv_tokens(view.engine_id), reported_tokens),
-            booked_requests=self.bookings.decode_requests(view.engine_id),
-            max_running_requests=facts.max_running_requests,
-        )
-
     def _incompatible(self, fleet: FleetSnapshot) -> frozenset[tuple[EngineId, EngineId]]:
         """Pairs that must not be formed; computed anew only when the fleet has changed."""
         if self._pairs_of[0] != fleet.version:
@@ -302,26 +272,38 @@ class Decider:
 
     # ---- what became of it ---------------------------------------------------------------------------------------
 
-    def handed_over(self, decision: Decision) -> None:
-        """The prefill's part succeeded: its booking is released, its prefix is owned. Once; later calls do nothing."""
+    def handed_over(self, decision: Decision, cached_tokens: int | None = None) -> None:
+        """The prefill's part succeeded: its booking is released, its prefix is owned. Once; later calls do nothing.
+
+        `cached_tokens`: what the prefill says it had found cached, where it says so.
+        """
         if decision.handed_over or decision.over:
             return
         decision.handed_over = True
         now_s = asyncio.get_running_loop().time()
         took_s = self.bookings.prefill_done(decision.booking, now_s)
-        request, prefill = decision.request, decision.prefill
-        if self._same_epoch(prefill):
-            self.index.confirm(prefill.engine_id, request.blocks)
-            if decision.claim is not None:
-                self.store.confirm(decision.claim, now_s)
-            if took_s is not None and prefill.facts is not None:
-                work = decision.booking.work
-                self.learned.saw_prefill(
-                    prefill.engine_id, prefill.facts.chunk_tokens, work.prompt_tokens, work.cached_tokens, took_s
-                )
+        if self._same_epoch(decision.prefill):
+            self._own(decision, cached_tokens, now_s)
+            self._learn_prefill(decision, cached_tokens, took_s)
         else:
             self._drop_claim(decision)
         self.pump()
+
+    def _own(self, decision: Decision, cached_tokens: int | None, now_s: float) -> None:
+        """The prefix is on the prefill now. A clear miss says that the engine had forgotten more than the index."""
+        request, prefill = decision.request, decision.prefill.engine_id
+        predicted = decision.booking.work.cached_tokens
+        if cached_tokens is not None and cached_tokens + request.block_tokens < _CLEAR_MISS_RATIO * predicted:
+            self.index.correct(prefill, request.blocks, int(cached_tokens / request.block_tokens))
+        self.index.confirm(prefill, request.blocks)
+        if decision.claim is not None:
+            self.store.confirm(decision.claim, now_s)
+
+    def _learn_prefill(self, decision: Decision, cached_tokens: int | None, took_s: float | None) -> None:
+        facts, work = decision.prefill.facts, decision.booking.work
+        if took_s is not None and facts is not None:
+            cached = work.cached_tokens if cached_tokens is None else min(cached_tokens, work.prompt_tokens - 1)
+            self.learned.saw_prefill(decision.prefill.engine_id, facts.chunk_tokens, work.prompt_tokens, cached, took_s)
 
     def finished(self, decision: Decision) -> None:
         """The attempt is over, however: release what is still booked. Once; later calls do nothing."""
@@ -332,15 +314,6 @@ class Decider:
         if not decision.handed_over:
             self._drop_claim(decision)
         self.pump()
-
-    def cached(self, decision: Decision, cached_tokens: int) -> None:
-        """The engine reported how much of the prompt it really found cached: forget what it did not have."""
-        request = decision.request
-        if cached_tokens < decision.booking.work.cached_tokens and request.block_tokens > 0:
-            really = int(cached_tokens / request.block_tokens)
-            self.index.correct(decision.prefill.engine_id, request.blocks, really)
-            if decision.handed_over and self._same_epoch(decision.prefill):
-                self.index.add_held(decision.prefill.engine_id, request.blocks)
 
     def restarted(self, engine_id: EngineId) -> None:
         """A server came back as a new process: it holds nothing any more."""
@@ -377,25 +350,3 @@ class Decider:
             self.index.drop(decision.prefill.engine_id, decision.request.blocks)
         if decision.claim is not None:
             self.store.drop(decision.claim)
-
-
-BLOCK_BYTES = 256
-"""Bytes of canonical prompt in one block of the `text` index (design: about 64 tokens)."""
-
-
-def hit_tokens(blocks: int, request: RequestView, page_tokens: int) -> int:
-    """Tokens that so many blocks of a request stand for, in whole pages and short of its last token.
-
-    The last token is always computed: its output is what the prefill is for.
-    """
-    tokens = min(int(blocks * request.block_tokens), max(0, request.prompt_tokens - 1))
-    return tokens - tokens % max(1, page_tokens)
-
-
-def _no_pair(prefills: list[EngineView], decodes: list[EngineView], dropped: Iterable[Dropped]) -> GatewayError:
-    reasons = list(dropped)
-    missing = "prefill" if not prefills else "decode"
-    if reasons and all("does not fit" in each.reason or "do not fit" in each.reason for each in reasons):
-        return bad_request(reasons[0].reason, param="prompt", code="context_length_exceeded")
-    told = "; ".join(f"{each.engine_id}: {each.reason}" for each in reasons[:8])
-    return no_pair(f"no {missing} can serve this request" + (f" ({told})" if told else ""))

@@ -304,10 +304,11 @@ class _Observer:
     def __init__(self, gw: Gateway, decision: Decision, note: AttemptRecord, story: _Story) -> None:
         self._gw, self._decision, self._note, self._story = gw, decision, note, story
 
-    def handed_over(self) -> None:
+    def handed_over(self, prefill_answer: bytes | None) -> None:
         if self._note.handed_over_s is None:
             self._note.handed_over_s = asyncio.get_running_loop().time() - self._story.arrival_s
-        self._gw.decider.handed_over(self._decision)
+        cached = None if prefill_answer is None else self._gw.strategy.cached_tokens(prefill_answer)
+        self._gw.decider.handed_over(self._decision, cached)
 
     def first_output(self) -> None:
         self._note.first_output_s = asyncio.get_running_loop().time() - self._story.arrival_s

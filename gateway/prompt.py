@@ -9,8 +9,8 @@ from __future__ import annotations
 from itertools import count
 
 from engines.types import EngineFacts, Role
+from gateway.candidates import BLOCK_BYTES
 from gateway.context import Gateway
-from gateway.decider import BLOCK_BYTES
 from gateway.openai_api import ParsedRequest, Unit
 from routing.prefix import Namespace, root_hash, text_blocks
 from routing.types import RequestView

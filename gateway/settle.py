@@ -33,7 +33,6 @@ def learn(
     if usage.cached_tokens is not None:
         note.cached_tokens = usage.cached_tokens
         gw.metrics.hit(decision.prefill.engine_id, decision.booking.work.cached_tokens, usage.cached_tokens)
-        gw.decider.cached(decision, usage.cached_tokens)
     steps = usage.completion_tokens - 1
     if note.handed_over_s is not None and steps >= _MIN_STEPS:
         bookings, decode = gw.decider.bookings, decision.decode.engine_id

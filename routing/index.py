@@ -140,11 +140,25 @@ class PrefixIndex:
         return len(lost)
 
     def correct(self, engine_id: EngineId, blocks: Sequence[bytes], reported_blocks: int) -> int:
-        """The engine really hit only `reported_blocks` of this chain: forget the rest on every tier.
+        """The engine really hit only `reported_blocks` of this chain: forget the rest, and all that is older.
 
-        Returns how many were forgotten. To be called before the `confirm` of the same request, which adds them anew.
+        Engines evict what was used least recently first, so what was used before a block that is gone is gone as
+        well. Returns how many were forgotten. To be called before the `confirm` of the same request.
         """
-        return sum(self.evict(engine_id, blocks[max(0, reported_blocks) :], tier) for tier in Tier)
+        if (engine := self._engines.get(engine_id)) is None:
+            return 0
+        return sum(self._forget_up_to(engine, blocks[max(0, reported_blocks) :], tier) for tier in Tier)
+
+    def _forget_up_to(self, engine: _Engine, lost: Sequence[bytes], tier: Tier) -> int:
+        lru, owners = engine.lru[tier], self._held[tier]
+        left = {block for block in lost if block in lru}
+        before = len(lru)
+        while left:
+            block, _ = lru.popitem(last=False)
+            _clear(owners, block, engine.bit)
+            left.discard(block)
+        self.version += 1
+        return before - len(lru)
 
     def drop_engine(self, engine_id: EngineId) -> None:
         """Forget the engine with all it had, its capacities too: it has left, or restarted empty."""

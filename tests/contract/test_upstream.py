@@ -6,6 +6,7 @@ A faster implementation is one more entry of `IMPLEMENTATIONS`.
 from __future__ import annotations
 
 import asyncio
+import gc
 import gzip
 import hashlib
 import resource
@@ -639,6 +640,38 @@ async def test_idle_connection_is_dropped_before_the_server_does(make: Make) -> 
         await client.fetch("POST", server.url, body=b"{}", timeout_s=SOON_S)
         assert server.accepted == 2
     await client.close()
+
+
+async def test_a_long_lived_connection_keeps_nothing_of_its_exchanges(upstream: Upstream) -> None:
+    async with serving(answer_ok) as server:
+
+        async def fetch(times: int) -> int:
+            for _ in range(times):
+                await upstream.fetch("POST", server.url, body=b"{}", timeout_s=SOON_S)
+            gc.collect()
+            return len(gc.get_objects())
+
+        before = await fetch(20)
+        assert await fetch(200) - before < 200
+        assert server.accepted == 1
+
+
+async def test_reset_of_an_idle_connection_is_no_news(upstream: Upstream, caplog: pytest.LogCaptureFixture) -> None:
+    fetched = asyncio.Event()
+
+    async def script(connection: Connection) -> None:
+        await connection.request()
+        await connection.send(CHUNKED)
+        await connection.send(chunk(b"ok") + b"0\r\n\r\n")
+        await fetched.wait()
+        connection.reset()
+
+    async with serving(script) as server:
+        assert (await upstream.fetch("GET", server.url, timeout_s=SOON_S)).body == b"ok"
+        fetched.set()
+        await until_closed(server.port)
+    gc.collect()
+    assert caplog.records == []
 
 
 async def test_idle_connection_closed_by_the_server(upstream: Upstream) -> None:

@@ -31,6 +31,18 @@ class Naive:
             leaves = [b for b in self.used if not any(o != b and o.startswith(b) for o in self.used)]
             del self.used[min(leaves, key=self.used.__getitem__)]
 
+    def forget_up_to(self, lost: tuple[bytes, ...]) -> int:
+        """All that was used before any of `lost`; within one use, the deeper a block, the older."""
+
+        def age(block: bytes) -> tuple[int, int]:
+            return self.used[block], -len(block)
+
+        known = [block for block in lost if block in self.used]
+        gone = [block for block in self.used if known and age(block) <= max(map(age, known))]
+        for block in gone:
+            del self.used[block]
+        return len(gone)
+
     def run(self, blocks: tuple[bytes, ...], *, ahead: bool) -> int:
         for depth, block in enumerate(blocks):
             if block not in self.used and not (ahead and self.pending[block]):
@@ -91,7 +103,7 @@ class Index(RuleBasedStateMachine):
         """Followed by the hold of the same request, as the contract says."""
         forgotten = self.index.correct(engine_id, blocks, reported)
         naive = self.of(engine_id)
-        assert forgotten == sum(naive.used.pop(block, None) is not None for block in blocks[reported:])
+        assert forgotten == naive.forget_up_to(blocks[reported:])
         self.index.add_held(engine_id, blocks)
         self.hold(engine_id, blocks)
 

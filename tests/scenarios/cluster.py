@@ -23,6 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engines.emulator.process import EmulatedServer, free_ports
 from engines.types import Role
+from tests.scenarios.recorder import Recorder
 
 SPEED = 20.0
 """Emulated servers run so many times faster than SGLang, its timeouts included."""
@@ -33,7 +34,7 @@ HEARTBEATS_S = 3 * 5.0 / SPEED
 READY_S = 20.0
 
 ROOT = Path(__file__).parents[2]
-_POLL_S = 0.02
+_POLL_S = 0.03
 _LOG_TAIL_BYTES = 8_000
 _PR_SET_PDEATHSIG = 1
 _UNCLEAN = ("Traceback", "crashed", "never retrieved", " ERROR ")
@@ -59,6 +60,7 @@ class Hold:
     """A hold armed on a server; `held` and `release` are on the cluster."""
 
     server: EmulatedServer
+    pid: int
     hold_id: int
 
 
@@ -120,7 +122,8 @@ class GatewayProcess:
 class Cluster:
     """N prefills, M decodes and a gateway; `async with` starts and ends them all.
 
-    `gateway`, `engine`, `decode` are further flags: of the gateway, of every server, of decodes alone.
+    `gateway`, `engine`, `decode` are further flags: of the gateway, of every server, of decodes alone. `recorded` puts
+    a recorder before every server.
     """
 
     def __init__(
@@ -132,19 +135,22 @@ class Cluster:
         gateway: Sequence[str] = (),
         engine: Sequence[str] = (),
         decode: Sequence[str] = (),
+        recorded: bool = False,
     ) -> None:
         flags = ("--chunked-prefill-size", "64", *engine)
         self.prefills = [EmulatedServer(Role.PREFILL, speed=speed, arguments=flags) for _ in range(prefills)]
         decode_flags = (*flags, *decode)
         self.decodes = [EmulatedServer(Role.DECODE, speed=speed, arguments=decode_flags) for _ in range(decodes)]
+        self.recorders = {server.url: Recorder(server.url) for server in self.servers} if recorded else {}
         self._folder = tempfile.TemporaryDirectory(prefix="pdgate-scenario-")
         self.gateway = GatewayProcess(self._arguments(gateway), Path(self._folder.name) / "gateway.log")
         self._exit = AsyncExitStack()
+        self._holds: list[Hold] = []
         self.http: aiohttp.ClientSession
 
     def _arguments(self, further: Sequence[str]) -> tuple[str, ...]:
-        prefills = (("--prefill", server.url, str(server.bootstrap_port)) for server in self.prefills)
-        decodes = (("--decode", server.url) for server in self.decodes)
+        prefills = (("--prefill", self.name(server), str(server.bootstrap_port)) for server in self.prefills)
+        decodes = (("--decode", self.name(server)) for server in self.decodes)
         named = [word for words in (*prefills, *decodes) for word in words]
         return (*named, "--profile", "tiny", "--seed", "7", "--probe-interval-secs", "0.4", *further)
 
@@ -165,6 +171,8 @@ class Cluster:
         for server in self.servers:
             self._exit.push_async_callback(server.stop)
             await server.launch()
+        for recorder in self.recorders.values():
+            await self._exit.enter_async_context(recorder)
         await self.gateway.launch()
         self.http = aiohttp.ClientSession()
         self._exit.push_async_callback(self.http.close)
@@ -197,9 +205,13 @@ class Cluster:
     def of(self, role: Role) -> list[EmulatedServer]:
         return self.prefills if role is Role.PREFILL else self.decodes
 
-    def server(self, url: str) -> EmulatedServer:
+    def name(self, server: EmulatedServer) -> str:
+        """What the gateway calls a server."""
+        return self.recorders[server.url].url if self.recorders else server.url
+
+    def server(self, name: str) -> EmulatedServer:
         """The server that the gateway calls so."""
-        return next(server for server in self.servers if server.url == url)
+        return next(server for server in self.servers if self.name(server) == name)
 
     async def ready(self, pairs: int | None = None, within_s: float = READY_S) -> None:
         """Wait until the gateway counts so many usable pairs, by default all there can be."""
@@ -226,6 +238,22 @@ class Cluster:
         if server.role is Role.PREFILL:
             await asyncio.sleep(HEARTBEATS_S)  # the downtime is what is wanted here
         await server.start()
+
+    async def heal(self) -> None:
+        """Undo what a test did: every server runs and holds nothing, the gateway runs and knows it."""
+        dead = [server for server in self.servers if server.returncode is not None]
+        for server in self.servers:
+            server.send_signal(signal.SIGCONT)
+        await asyncio.gather(*(self.restart(server) for server in dead))
+        if self.gateway.returncode is not None:
+            await self.gateway.launch()
+        for server in self.servers:
+            await self._delete(server.url + "/emulator/fault")
+        for hold in self._holds:
+            await self.release(hold)
+        self._holds.clear()
+        await self.ready()
+        await self.settled(DEFERRED_RELEASE_S)
 
     # ---- what the gateway says -----------------------------------------------------------------------------------
 
@@ -265,16 +293,13 @@ class Cluster:
         async with self.http.post(server.url + "/emulator/fault", json={"fault": name, **fields}) as reply:
             assert reply.status == 200, await reply.text()
 
-    async def clear_faults(self) -> None:
-        for server in self.servers:
-            async with self.http.delete(server.url + "/emulator/fault") as reply:
-                assert reply.status == 200
-
     async def hold(self, server: EmulatedServer, stage: str, k: int = 1) -> Hold:
         """Stop the next request that comes to `stage` on a server."""
         async with self.http.post(server.url + "/emulator/hold", json={"stage": stage, "k": k}) as reply:
             assert reply.status == 200, await reply.text()
-            return Hold(server, (await reply.json())["hold_id"])
+            hold = Hold(server, server.pid, (await reply.json())["hold_id"])
+        self._holds.append(hold)
+        return hold
 
     async def hold_any(self, role: Role, stage: str, k: int = 1) -> list[Hold]:
         """A hold on every server of a role: the next request comes to one of them."""
@@ -299,12 +324,13 @@ class Cluster:
         return caught
 
     async def release(self, hold: Hold) -> None:
-        """Let go of what a hold holds; nothing happens where its server has ended."""
-        try:
-            async with self.http.delete(f"{hold.server.url}/emulator/hold/{hold.hold_id}"):
-                pass
-        except aiohttp.ClientError:
-            assert hold.server.returncode is not None
+        """Let go of what a hold holds; no effect where its server has ended."""
+        if hold.server.returncode is None and hold.server.pid == hold.pid:
+            await self._delete(f"{hold.server.url}/emulator/hold/{hold.hold_id}")
+
+    async def _delete(self, url: str) -> None:
+        async with self.http.delete(url) as reply:
+            assert reply.status == 200, await reply.text()
 
     # ---- nothing is left -----------------------------------------------------------------------------------------
 
@@ -325,11 +351,11 @@ class Cluster:
         return ""
 
     async def _believed(self, servers: Sequence[EmulatedServer]) -> str:
-        urls = {server.url for server in servers}
+        names = {self.name(server) for server in servers}
         for sample, value in await self.metrics():
             whole = sample.name in ("pdgate_live_bookings", "pdgate_releases_pending", "pdgate_queue_requests")
             of_server = sample.name.startswith(("pdgate_kv_unaccounted", "pdgate_booked"))
-            if (whole or (of_server and sample.labels["engine"] in urls)) and value != 0:
+            if (whole or (of_server and sample.labels["engine"] in names)) and value != 0:
                 return f"{sample.name}{sample.labels} is {value}"
         return ""
 

@@ -1,13 +1,15 @@
-"""Adds the end of the gateway's log to the report of every scenario that fails."""
+"""Two fleets that scenarios share, healed after each, and the gateway's log in the report of what fails."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import AsyncIterator, Generator
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from tests.scenarios import cluster
+from tests.scenarios.cluster import Cluster
 
 
 @pytest.hookimpl(wrapper=True)
@@ -17,3 +19,29 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> 
         for each in cluster.running():
             report.sections.append((f"gateway {each.url}", each.gateway.log_tail()))
     return report
+
+
+@pytest_asyncio.fixture(scope="package", loop_scope="session")
+async def shared_two_pairs() -> AsyncIterator[Cluster]:
+    async with Cluster(2, 2) as started:
+        yield started
+
+
+@pytest_asyncio.fixture(scope="package", loop_scope="session")
+async def shared_one_pair() -> AsyncIterator[Cluster]:
+    async with Cluster(1, 1) as started:
+        yield started
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def two_pairs(shared_two_pairs: Cluster) -> AsyncIterator[Cluster]:
+    """Two prefills and two decodes, as new."""
+    yield shared_two_pairs
+    await shared_two_pairs.heal()
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def one_pair(shared_one_pair: Cluster) -> AsyncIterator[Cluster]:
+    """One prefill and one decode, as new: what fails has nowhere to go."""
+    yield shared_one_pair
+    await shared_one_pair.heal()

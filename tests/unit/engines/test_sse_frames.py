@@ -79,6 +79,20 @@ def test_kind(frame: bytes, kind: EventKind) -> None:
     assert parsed_kind(frame) is kind
 
 
+@pytest.mark.parametrize(
+    "frame",
+    [
+        chat('{"reasoning_content":null,"content":"Hi"}'),
+        chat('{"reasoning_content":"so","content":null}'),
+        completion('"text":" he"'),
+        generate('", hello"', "[14,136]"),
+    ],
+)
+def test_the_usual_chunk_is_not_parsed(frame: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engines.sse_frames.parsed_kind", lambda _: pytest.fail("parsed"))
+    assert event_kind(frame) is EventKind.CONTENT
+
+
 ADVERSARIAL = [
     '"finish_reason":"abort"',
     '{"finish_reason":{"type":"abort"',
@@ -131,6 +145,7 @@ def test_one_of_several_choices_decides() -> None:
         (b"data:a\n\n", b"a"),
         (b"data:  a\n\n", b" a"),
         (b"data: a\r\n\r\n", b"a"),
+        (b"data:  a \r\n\r\n", b" a "),
         (b"data: a\r\r", b"a"),
         (b"data: a\ndata: b\n\n", b"a\nb"),
         (b"event: x\nid: 1\ndata: a\r\ndata\n\n", b"a\n"),

@@ -65,6 +65,7 @@ def test_identity_of_a_whole_body() -> None:
         b'data: {"created":null}\n\n',
         b'data: {"created":"1795955382"}\n\n',
         b'data: {"created":',
+        b"data: [1,1795955382]\n\n",
     ],
 )
 def test_what_is_not_ours_stays(frame: bytes) -> None:
