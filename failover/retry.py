@@ -74,6 +74,21 @@ def classify(outcome: Outcome) -> Fault:
     raise AssertionError("the last row fits everything")
 
 
+_AGAINST_THE_PEER = re.compile(
+    r"Lost connection with prefill instance|Decode handshake failed|in KVPoll\.(WaitingForInput|Bootstrapping)"
+    r"|Failed to send kv chunk|unknown reason from another rank",
+    re.IGNORECASE,
+)
+
+
+def culprit(outcome: Outcome, pair: tuple[EngineId, EngineId]) -> EngineId:
+    """The server that a failure speaks against: a leg that lost its peer, or waited for it in vain, names the other."""
+    if not _AGAINST_THE_PEER.search(outcome.message):
+        return outcome.engine_id
+    prefill, decode = pair
+    return prefill if outcome.leg is Leg.DECODE else decode
+
+
 def may_be_a_death(outcome: Outcome) -> bool:
     """Whether a leg's failure looks like the end of its server while it worked on this request.
 
@@ -146,7 +161,7 @@ def decide(outcome: Outcome, pair: tuple[EngineId, EngineId], history: History) 
     return Decision(
         Verdict.RETRY,
         fault,
-        excluded_engine=None if keep_engine else outcome.engine_id,
+        excluded_engine=None if keep_engine else culprit(outcome, pair),
         excluded_pair=None if keep_engine else pair,
         delay_s=delay_s,
     )

@@ -67,6 +67,7 @@ _STAGES = {
     Phase.DONE: Stage.DONE,
     Phase.FAILED: Stage.DONE,
 }
+_WAITING_FOR_PREFILL = (Phase.DISPATCHED, Phase.HELD)
 
 
 @dataclass(slots=True)
@@ -101,7 +102,7 @@ async def follow(run: PairRun, sink: Sink, observer: Observer, limits: DeadlineC
         progress.phase, action = table.step(before, event)
         await _act(action, before, happened, run, sink, observer, progress, clock())
         if progress.phase is Phase.FAILED:
-            raise _failed(action, before, run, progress)
+            raise _failed(action, before, run, observer, progress)
 
 
 def _next_due(progress: _Progress, stream: bool, limits: DeadlineConfig, deadline_s: float) -> tuple[float, Event]:
@@ -184,13 +185,14 @@ async def _pass_on(run: PairRun, sink: Sink, progress: _Progress) -> None:
         await sink.answer(run.attempt.rid, progress.whole)
 
 
-def _failed(action: Action, before: Phase, run: PairRun, progress: _Progress) -> AttemptFailed:
+def _failed(action: Action, before: Phase, run: PairRun, observer: Observer, progress: _Progress) -> AttemptFailed:
     if action is Action.BLAME_SILENT:
-        waiting_for_prefill = before is Phase.DISPATCHED and Leg.PREFILL in run.open_legs
+        waiting_for_prefill = before in _WAITING_FOR_PREFILL and Leg.PREFILL in run.open_legs
         leg = Leg.PREFILL if waiting_for_prefill else Leg.DECODE
         view = run.attempt.view(leg)
         message = f"no sign of {leg} {view.engine_id} in time (phase {before.value})"
         silent = Outcome(view.engine_id, leg, FailureKind.TIMEOUT, _STAGES[before], message)
+        observer.noted(silent)
         return AttemptFailed(silent, (*progress.outcomes, silent))
     leg = Leg.PREFILL if action is Action.BLAME_PREFILL else Leg.DECODE
     return AttemptFailed(blamed(progress.outcomes, leg), tuple(progress.outcomes))

@@ -17,7 +17,8 @@ def check(api_key: str | None, headers: Mapping[str, str]) -> None:
     if api_key is None:
         return
     scheme, _, given = headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), api_key.encode()):
+    sent = given.strip().encode(errors="surrogateescape")  # bytes that are no UTF-8 arrive as surrogates
+    if scheme.lower() != "bearer" or not hmac.compare_digest(sent, api_key.encode()):
         raise GatewayError(
             401,
             "the API key is missing or wrong: send it as `Authorization: Bearer KEY`",

@@ -121,6 +121,8 @@ class Decider:
         except asyncio.CancelledError:
             if waiter.decided.done() and not waiter.decided.cancelled() and waiter.decided.exception() is None:
                 self.finished(waiter.decided.result())
+            self.queue.take(request.request_id)
+            self.pump()  # who waits behind it may fit
             raise
         finally:
             timer.cancel()

@@ -18,7 +18,7 @@ from engines.errors import UpstreamError
 from engines.pair import PairRun
 from engines.sglang_wire import MAX_DEPTH, new_rid, poison, too_deep
 from engines.tasks import spawn
-from engines.types import EngineId, Health, Leg, Outcome, Stage
+from engines.types import EngineId, FailureKind, Health, Leg, Outcome, Stage
 from failover import retry
 from failover.retry import Fault, Verdict
 from gateway import openai_api
@@ -320,6 +320,9 @@ class _Observer:
     def noted(self, outcome: Outcome) -> None:
         self._note.outcomes.append(outcome)
         self._gw.metrics.leg_failed(outcome)
+        silent = outcome.kind is FailureKind.TIMEOUT and asyncio.get_running_loop().time() < self._story.deadline_s
+        if silent:  # what else fails on a leg, the run tells the monitor itself
+            self._gw.monitor.leg_failed(outcome)
 
 
 async def _died(gw: Gateway, failed: AttemptFailed) -> bool:

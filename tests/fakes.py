@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from dataclasses import replace
+from functools import wraps
+from heapq import heappop
 from itertools import count
 from random import Random
 from typing import Any
@@ -48,6 +50,42 @@ FACTS = EngineFacts(
 )
 DONE = b"data: [DONE]\n\n"
 RID = "ab" * (RID_CHARS // 2)
+
+
+# ---- the time --------------------------------------------------------------------------------------------------------
+
+
+class TimelessLoop(asyncio.SelectorEventLoop):
+    """A loop whose clock jumps to the next timer when nothing else is to do: deadlines pass exactly, and at once."""
+
+    _now_s = 1000.0
+
+    def time(self) -> float:
+        return self._now_s
+
+    def _run_once(self) -> None:
+        while self._scheduled and self._scheduled[0].cancelled():
+            self._timer_cancelled_count -= 1
+            heappop(self._scheduled)._scheduled = False
+        if not self._ready:
+            assert self._scheduled, "nothing will ever happen again"
+            self._now_s = max(self._now_s, self._scheduled[0].when())
+        super()._run_once()
+
+
+def timeless(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run an async test on a TimelessLoop."""
+
+    @wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        with asyncio.Runner(loop_factory=TimelessLoop) as runner:
+            runner.run(test(*args, **kwargs))
+
+    return run
+
+
+def now_s() -> float:
+    return asyncio.get_running_loop().time()
 
 
 # ---- the network -----------------------------------------------------------------------------------------------------

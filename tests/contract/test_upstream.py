@@ -643,34 +643,53 @@ async def test_idle_connection_is_dropped_before_the_server_does(make: Make) -> 
 
 
 async def test_a_long_lived_connection_keeps_nothing_of_its_exchanges(upstream: Upstream) -> None:
-    async with serving(answer_ok) as server:
+    opened = asyncio.Semaphore(0)
 
-        async def fetch(times: int) -> int:
+    async def script(connection: Connection) -> None:
+        while True:
+            await connection.request()
+            await connection.send(CHUNKED)
+            await opened.acquire()
+            await connection.send(chunk(b"ok") + b"0\r\n\r\n")
+
+    async with serving(script) as server:
+
+        async def exchange(times: int) -> int:
             for _ in range(times):
-                await upstream.fetch("POST", server.url, body=b"{}", timeout_s=SOON_S)
+                running = await upstream.open("POST", server.url, body=b"{}")
+                opened.release()
+                assert await running.read(10) == b"ok"
+                running.close()
             gc.collect()
             return len(gc.get_objects())
 
-        before = await fetch(20)
-        assert await fetch(200) - before < 200
+        before = await exchange(20)
+        assert await exchange(200) - before < 200
         assert server.accepted == 1
 
 
 async def test_reset_of_an_idle_connection_is_no_news(upstream: Upstream, caplog: pytest.LogCaptureFixture) -> None:
-    fetched = asyncio.Event()
+    opened, read = asyncio.Event(), asyncio.Event()
 
     async def script(connection: Connection) -> None:
         await connection.request()
         await connection.send(CHUNKED)
+        await opened.wait()
         await connection.send(chunk(b"ok") + b"0\r\n\r\n")
-        await fetched.wait()
-        connection.reset()
+        await read.wait()
+        if connection.number == 1:
+            connection.reset()
 
     async with serving(script) as server:
-        assert (await upstream.fetch("GET", server.url, timeout_s=SOON_S)).body == b"ok"
-        fetched.set()
+        exchange = await upstream.open("GET", server.url)
+        opened.set()
+        assert await exchange.read(10) == b"ok"
+        exchange.close()
+        read.set()
         await until_closed(server.port)
-    gc.collect()
+        del exchange
+        assert (await upstream.fetch("GET", server.url, timeout_s=SOON_S)).body == b"ok"
+        gc.collect()
     assert caplog.records == []
 
 

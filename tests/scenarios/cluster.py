@@ -27,6 +27,8 @@ from tests.scenarios.recorder import Recorder
 
 SPEED = 20.0
 """Emulated servers run so many times faster than SGLang, its timeouts included."""
+CLOSED_S = 8.0
+"""A leg that no abort ends is closed after 5 s, and looked for in its server's load report after that."""
 DEFERRED_RELEASE_S = 30.0 / SPEED + 2.0
 """A decode that waited for a dead prefill gives its pages back after this at the latest."""
 HEARTBEATS_S = 3 * 5.0 / SPEED
@@ -35,7 +37,7 @@ READY_S = 20.0
 
 ROOT = Path(__file__).parents[2]
 _POLL_S = 0.03
-_LOG_TAIL_BYTES = 8_000
+_LOG_TAIL_BYTES = 3_000
 _PR_SET_PDEATHSIG = 1
 _UNCLEAN = ("Traceback", "crashed", "never retrieved", " ERROR ")
 _running: list[Cluster] = []
@@ -209,6 +211,9 @@ class Cluster:
         """What the gateway calls a server."""
         return self.recorders[server.url].url if self.recorders else server.url
 
+    def recorder(self, server: EmulatedServer) -> Recorder:
+        return self.recorders[server.url]
+
     def server(self, name: str) -> EmulatedServer:
         """The server that the gateway calls so."""
         return next(server for server in self.servers if self.name(server) == name)
@@ -249,11 +254,14 @@ class Cluster:
             await self.gateway.launch()
         for server in self.servers:
             await self._delete(server.url + "/emulator/fault")
+        for recorder in self.recorders.values():
+            recorder.owed = 0
+            recorder.reset()
         for hold in self._holds:
             await self.release(hold)
         self._holds.clear()
         await self.ready()
-        await self.settled(DEFERRED_RELEASE_S)
+        await self.settled(CLOSED_S)
 
     # ---- what the gateway says -----------------------------------------------------------------------------------
 
@@ -311,6 +319,14 @@ class Cluster:
 
     async def held(self, holds: Sequence[Hold], count: int = 1, within_s: float = 10.0) -> list[Hold]:
         """Wait until `count` of these holds have a request, and give the others up."""
+        caught = await self.held_once(holds, count, within_s)
+        for hold in holds:
+            if hold not in caught:
+                await self.release(hold)
+        return caught
+
+    async def held_once(self, holds: Sequence[Hold], count: int = 1, within_s: float = 10.0) -> list[Hold]:
+        """Wait until `count` of these holds have a request; the others stay armed."""
         caught: list[Hold] = []
 
         async def missing() -> str:
@@ -318,9 +334,6 @@ class Cluster:
             return "" if len(caught) >= count else f"{len(caught)} of {count} requests are held"
 
         await eventually(missing, within_s)
-        for hold in holds:
-            if hold not in caught:
-                await self.release(hold)
         return caught
 
     async def release(self, hold: Hold) -> None:

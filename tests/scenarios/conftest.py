@@ -1,4 +1,4 @@
-"""Two fleets that scenarios share, healed after each, and the gateway's log in the report of what fails."""
+"""The fleets that scenarios share, healed after each, and the gateway's log in the report of what fails."""
 
 from __future__ import annotations
 
@@ -45,3 +45,16 @@ async def one_pair(shared_one_pair: Cluster) -> AsyncIterator[Cluster]:
     """One prefill and one decode, as new: what fails has nowhere to go."""
     yield shared_one_pair
     await shared_one_pair.heal()
+
+
+@pytest_asyncio.fixture(scope="package", loop_scope="session")
+async def shared_watched() -> AsyncIterator[Cluster]:
+    async with Cluster(1, 1, recorded=True) as started:
+        yield started
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def watched(shared_watched: Cluster) -> AsyncIterator[Cluster]:
+    """One pair with a recorder before each server."""
+    yield shared_watched
+    await shared_watched.heal()

@@ -1,4 +1,4 @@
-"""A pass-through before one server that notes when calls come and when answers end.
+"""A pass-through before one server that notes when calls come and when answers end, and can keep answers back.
 
 What a server is told, and when, is seen on the wire rather than asked of either side.
 """
@@ -14,6 +14,7 @@ from aiohttp import web
 
 from engines.emulator.process import free_ports
 
+_GENERATING = ("/v1/chat/completions", "/v1/completions", "/generate")
 _HOP_HEADERS = frozenset({"host", "content-length", "transfer-encoding", "connection", "date", "server"})
 
 
@@ -29,10 +30,15 @@ class Call:
 
 @dataclass
 class Recorder:
-    """Stands before the server at `target` while it is entered."""
+    """Stands before the server at `target` while it is entered.
+
+    So many answers as `owed` says are kept back, although the server has given them, until `reset` breaks them off.
+    """
 
     target: str
+    owed: int = 0
     calls: list[Call] = field(default_factory=list)
+    _reset: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self.port = free_ports(1)[0]
@@ -40,6 +46,11 @@ class Recorder:
 
     def of(self, path: str) -> list[Call]:
         return [call for call in self.calls if call.path == path]
+
+    def reset(self) -> None:
+        """Break off every connection whose answer is kept back."""
+        self._reset.set()
+        self._reset = asyncio.Event()
 
     async def __aenter__(self) -> Recorder:
         app = web.Application(client_max_size=1 << 30)
@@ -75,6 +86,11 @@ class Recorder:
         headers = {name: value for name, value in request.headers.items() if name.lower() not in _HOP_HEADERS}
         url = self.target + request.path_qs
         async with self._http.request(request.method, url, data=body, headers=headers) as reply:
+            if self.owed and request.path in _GENERATING:
+                self.owed -= 1
+                await reply.read()
+                await self._reset.wait()
+                raise ConnectionResetError
             kept = {name: value for name, value in reply.headers.items() if name.lower() not in _HOP_HEADERS}
             response = web.StreamResponse(status=reply.status, headers=kept)
             await response.prepare(request)

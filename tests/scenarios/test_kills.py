@@ -12,7 +12,7 @@ import pytest
 from engines.emulator.process import EmulatedServer
 from engines.types import Leg
 from tests.scenarios.cluster import DEFERRED_RELEASE_S, Cluster, eventually
-from tests.scenarios.phases import HANDED_OVER, PHASES, TOKEN, TRANSFER, Asked, Held, Phase, hold_at, noticed, pair_of
+from tests.scenarios.phases import HANDED_OVER, PHASES, TOKEN, TRANSFER, Asked, Held, Phase, hold_at, noticed
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -89,39 +89,55 @@ async def test_the_gauge_agrees_with_the_ledger_while_pages_wait(two_pairs: Clus
     await survivors_are_free(two_pairs, dead)
 
 
-async def test_a_lost_prefill_may_have_handed_over(two_pairs: Cluster) -> None:
+async def test_a_lost_prefill_may_have_handed_over(watched: Cluster) -> None:
     """Its answer never came and its connection broke, yet the decode has everything and speaks within the grace."""
-    for prefill in two_pairs.prefills:
-        await two_pairs.fault(prefill, "stall")
-    held_at = [await two_pairs.hold(decode, HANDED_OVER.stage) for decode in two_pairs.decodes]
-    asked = Asked(two_pairs, stream=True)
-    caught = await two_pairs.held(held_at)
-    dead = (await pair_of(two_pairs))[Leg.PREFILL]
-    await two_pairs.kill(dead)
-    await two_pairs.release(caught[0])
+    (prefill,), (decode,) = watched.prefills, watched.decodes
+    watched.recorder(prefill).owed = 1
+    hold = await watched.hold(decode, HANDED_OVER.stage)
+    asked = Asked(watched, stream=True)
+    await watched.held([hold])
+    assert (await watched.last_attempt())["handed_over_s"] is None
+    await watched.kill(prefill)
+    watched.recorder(prefill).reset()
+    await noticed(watched, prefill)
+    await watched.release(hold)
     (await asked.finish()).check_whole(asked.truth, attempts=1)
-    await survivors_are_free(two_pairs, dead)
+    assert [each["kind"] for each in (await watched.last_attempt())["outcomes"]] == ["reset"]
+    await survivors_are_free(watched, prefill)
+
+
+async def test_a_lost_prefill_is_not_waited_for_longer_than_the_grace(watched: Cluster) -> None:
+    (prefill,), (decode,) = watched.prefills, watched.decodes
+    watched.recorder(prefill).owed = 1
+    hold = await watched.hold(decode, HANDED_OVER.stage)
+    asked = Asked(watched, stream=True)
+    await watched.held([hold])
+    await watched.kill(prefill)
+    watched.recorder(prefill).reset()
+    (await asked.finish()).check_refused(502, 503)
+    await survivors_are_free(watched, prefill)
 
 
 STREAMS = 50
 
 
-async def test_prefill_death_spares_streams(one_pair: Cluster) -> None:
+async def test_prefill_death_spares_streams(watched: Cluster) -> None:
     """50 streams are decoding, half of them with a prefill that still owes its answer, when the prefill is killed."""
-    (prefill,), (decode,) = one_pair.prefills, one_pair.decodes
-    await one_pair.fault(prefill, "stall", count=STREAMS // 2)
-    holds = [await one_pair.hold(decode, "token", 20) for _ in range(STREAMS)]
-    asked = [Asked(one_pair, stream=True, tokens=120) for _ in range(STREAMS)]
-    await one_pair.held(holds, STREAMS, within_s=20.0)
+    (prefill,), (decode,) = watched.prefills, watched.decodes
+    watched.recorder(prefill).owed = STREAMS // 2
+    holds = [await watched.hold(decode, "token", 20) for _ in range(STREAMS)]
+    asked = [Asked(watched, stream=True, tokens=120) for _ in range(STREAMS)]
+    await watched.held(holds, STREAMS, within_s=20.0)
     await asyncio.gather(*(each.streaming() for each in asked))
-    open_on_prefill = len((await one_pair.requests(prefill))["live"])
-    await one_pair.kill(prefill)
-    await noticed(one_pair, prefill)
+    await watched.kill(prefill)
+    watched.recorder(prefill).reset()
+    await noticed(watched, prefill)
     for hold in holds:
-        await one_pair.release(hold)
+        await watched.release(hold)
     answers = await asyncio.gather(*(each.finish() for each in asked))
+    attempts = [(await watched.explain(answer.request_id))["attempts"] for answer in answers]
     for each, answer in zip(asked, answers, strict=True):
         answer.check_whole(each.truth, attempts=1)
-        assert len((await one_pair.explain(answer.request_id))["attempts"]) == 1
-    assert open_on_prefill == 0, "the prefill was still computing"
-    await survivors_are_free(one_pair, prefill)
+    assert [len(each) for each in attempts] == [1] * STREAMS
+    assert sum(len(each[0]["outcomes"]) for each in attempts) == STREAMS // 2, "as many legs broke as were open"
+    await survivors_are_free(watched, prefill)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import weakref
 
 import pytest
 
@@ -22,18 +23,14 @@ async def test_a_task_is_named_and_listed_while_it_runs() -> None:
 
 
 async def test_a_task_nobody_holds_is_not_collected() -> None:
-    done = asyncio.Event()
-
     async def work() -> None:
-        await asyncio.sleep(0)
-        gc.collect()
-        await asyncio.sleep(0)
-        done.set()
+        await asyncio.get_running_loop().create_future()
 
-    tasks.spawn(work(), "unheld")
-    gc.collect()
-    async with asyncio.timeout(1):
-        await done.wait()
+    task = weakref.ref(tasks.spawn(work(), "unheld"))
+    await asyncio.sleep(0)
+    gc.collect(1)
+    assert task() is not None
+    await tasks.stop(task())
 
 
 async def test_a_crash_is_logged_when_it_happens(caplog: pytest.LogCaptureFixture) -> None:

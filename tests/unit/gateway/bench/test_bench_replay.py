@@ -104,7 +104,7 @@ async def reset(stub: Stub, request: web.Request, body: dict[str, Any]) -> web.S
 
 async def error_event(stub: Stub, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
     response = await begin(request)
-    await response.write(delta(content="ab") + b'data: {"error": {"message": "KV lost"}}\n\ndata: [DONE]\n\n')
+    await response.write(delta(content="ab") + b'data: {"error": {"message": "KV lost"}}\n\n')
     return response
 
 
@@ -263,11 +263,11 @@ async def test_open_loop_sends_at_the_traces_times(stub: Stub) -> None:
         return await whole(_, request, body)
 
     stub.answer = wait_for_all
-    trace = [TraceRequest(0.1 * number, 10, 1) for number in range(5)]
-    samples, duration_s = await replay(trace, plan(stub.url, rate_scale=2.0), lambda _: None)
+    trace = [TraceRequest(10.0 * number, 10, 1) for number in range(5)]
+    samples, duration_s = await replay(trace, plan(stub.url, rate_scale=200.0), lambda _: None)
     assert [sample.error for sample in samples] == [None] * 5
     assert [sample.number for sample in samples] == list(range(5))
-    assert duration_s >= 0.2
+    assert 0.2 <= duration_s < 10
     assert samples[0].e2e_s is not None
     assert samples[0].e2e_s >= 0.19
 
@@ -288,10 +288,12 @@ async def test_bounded_concurrency_is_accounted_for(stub: Stub) -> None:
 
 async def test_cancelling_leaves_nothing_behind(stub: Stub) -> None:
     stub.answer = never
-    running = tasks.spawn(replay([TraceRequest(0.0, 10, 1)] * 3, plan(stub.url), lambda _: None), "replay")
+    trace = [*[TraceRequest(0.0, 10, 1)] * 3, TraceRequest(1e6, 10, 1)]
+    running = tasks.spawn(replay(trace, plan(stub.url), lambda _: None), "replay")
     while stub.in_flight < 3:  # noqa: ASYNC110, the stub lives on another thread
         await asyncio.sleep(0.005)
-    await tasks.stop(running)
+    async with asyncio.timeout(5):
+        await tasks.stop(running)
     assert tasks.running() == ()
 
 

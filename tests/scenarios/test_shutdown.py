@@ -1,0 +1,67 @@
+"""SIGTERM: what runs may end, and nothing new begins where something ends."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+import aiohttp
+import pytest
+
+from engines.types import Leg
+from tests.scenarios.client import ask, chat, expected_text, new_prompt
+from tests.scenarios.cluster import Cluster, eventually
+from tests.scenarios.phases import RESERVED, TOKEN, hold_at, noticed
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+async def test_a_gateway_lets_running_answers_finish(one_pair: Cluster) -> None:
+    held = await hold_at(one_pair, TOKEN, False, True)
+    one_pair.gateway.send_signal(signal.SIGTERM)
+    await eventually(lambda: _listens(one_pair), 5.0)
+    assert one_pair.gateway.returncode is None
+    for hold in held.holds:
+        await one_pair.release(hold)
+    for asked in held.asked:
+        (await asked.finish()).check_whole(asked.truth, attempts=1)
+    assert await one_pair.gateway.wait(5.0) == 0
+
+
+async def _listens(cluster: Cluster) -> str:
+    async with aiohttp.ClientSession() as fresh:  # a pooled connection might still be served
+        try:
+            async with fresh.get(cluster.url + "/health") as reply:
+                return f"new connections are still answered: {reply.status}"
+        except aiohttp.ClientConnectorError:
+            return ""
+
+
+async def test_a_killed_gateway_leaves_nothing_on_the_servers(one_pair: Cluster) -> None:
+    held = await hold_at(one_pair, RESERVED, False, True)
+    one_pair.gateway.send_signal(signal.SIGKILL)
+    await one_pair.gateway.wait(5.0)
+    for asked in held.asked:
+        with pytest.raises(aiohttp.ClientError):
+            await asked.finish()
+    await eventually(lambda: _kept(one_pair), 5.0)
+
+
+async def _kept(cluster: Cluster) -> str:
+    ledgers = [await cluster.ledger(server) for server in cluster.servers]
+    return str([ledger for ledger in ledgers if ledger["by_room"]] or "")
+
+
+async def test_a_decode_that_drains_gets_nothing_new_and_finishes(two_pairs: Cluster) -> None:
+    held = await hold_at(two_pairs, TOKEN, True)
+    leaving = held.pair[Leg.DECODE]
+    leaving.send_signal(signal.SIGTERM)
+    await noticed(two_pairs, leaving)
+    for stream in (False, True, False, True):
+        prompt = new_prompt()
+        answer = await ask(two_pairs.http, two_pairs.url, chat(prompt, stream=stream))
+        answer.check_whole(expected_text(prompt, 40), attempts=1)
+        assert answer.headers["x-pdgate-decode"] != leaving.url
+    await two_pairs.release(held.holds[0])
+    (await held.asked[0].finish()).check_whole(held.asked[0].truth, attempts=1)
+    assert await asyncio.wait_for(leaving.wait(), 10.0) == 0

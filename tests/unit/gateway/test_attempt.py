@@ -1,0 +1,345 @@
+"""One attempt: the table's timers, what reaches the sink and when, and which leg is blamed for silence."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from engines.pair import LegAnswer, LegEvent, LegFailed, LegOutput
+from engines.sse_frames import EventKind
+from engines.types import FailureKind, Leg, Outcome, Stage
+from failover.phase import HOLD_S, LOSS_GRACE_S
+from gateway.attempt import AttemptFailed, Frames, follow
+from gateway.config import DeadlineConfig
+from tests.fakes import attempt, now_s, timeless
+
+LIMITS = DeadlineConfig(request_s=100.0, first_output_s=5.0, stall_s=2.0)
+P_DONE = LegAnswer(Leg.PREFILL, b"kv")
+D_DONE = LegAnswer(Leg.DECODE, b"whole")
+
+
+def out(text: str) -> LegOutput:
+    return LegOutput([(EventKind.CONTENT, text.encode())])
+
+
+def failed(
+    leg: Leg, kind: FailureKind = FailureKind.STATUS, status: int | None = 500, message: str = "boom"
+) -> LegFailed:
+    return LegFailed(Outcome(attempt().view(leg).engine_id, leg, kind, Stage.DISPATCHED, message, status))
+
+
+P_FAILED, D_FAILED = failed(Leg.PREFILL), failed(Leg.DECODE)
+P_BROKE = failed(Leg.PREFILL, FailureKind.RESET, None)
+
+
+class Scripted:
+    """A run whose events come at given times after its start."""
+
+    def __init__(self, *script: tuple[float, LegEvent], stream: bool = True) -> None:
+        self.attempt = attempt(stream=stream)
+        self.open_legs: Sequence[Leg] = (Leg.DECODE, Leg.PREFILL)
+        self._events: asyncio.Queue[LegEvent] = asyncio.Queue()
+        self.begun_s = now_s()
+        for after_s, event in script:
+            asyncio.get_running_loop().call_later(after_s, self._happen, event)
+
+    def _happen(self, event: LegEvent) -> None:
+        leg = event.leg if isinstance(event, LegAnswer) else event.outcome.leg if isinstance(event, LegFailed) else None
+        self.open_legs = tuple(other for other in self.open_legs if other is not leg)
+        self._events.put_nowait(event)
+
+    async def next_event(self) -> LegEvent:
+        return await self._events.get()
+
+
+class Told:
+    """Sink and observer in one: everything in order, with its time."""
+
+    def __init__(self, run: Scripted, slow_s: float = 0.0) -> None:
+        self._run = run
+        self._slow_s = slow_s
+        self.log: list[tuple[float, str]] = []
+        self.text = b""
+        self.whole: bytes | None = None
+        self.outcomes: list[Outcome] = []
+        self.prefill_answers: list[bytes | None] = []
+        self.signs: list[Leg] = []
+
+    def _say(self, what: str) -> None:
+        self.log.append((round(now_s() - self._run.begun_s, 6), what))
+
+    async def frames(self, rid: str, frames: Frames) -> None:
+        assert rid == self._run.attempt.rid
+        self._say("frames")
+        self.text += b"".join(frame for _, frame in frames)
+        if self._slow_s:
+            await asyncio.sleep(self._slow_s)
+
+    async def answer(self, rid: str, body: bytes) -> None:
+        self._say("answer")
+        self.whole = body
+
+    def handed_over(self, prefill_answer: bytes | None) -> None:
+        self._say("handed over")
+        self.prefill_answers.append(prefill_answer)
+
+    def first_output(self) -> None:
+        self._say("first output")
+
+    def progress(self, leg: Leg, now_s: float) -> None:
+        self.signs.append(leg)
+
+    def noted(self, outcome: Outcome) -> None:
+        self._say(f"{outcome.leg} {outcome.kind} {outcome.stage}")
+        self.outcomes.append(outcome)
+
+
+async def see(
+    *script: tuple[float, LegEvent],
+    stream: bool = True,
+    limits: DeadlineConfig = LIMITS,
+    within_s: float = 100.0,
+    slow_s: float = 0.0,
+) -> tuple[Told, AttemptFailed | None, float]:
+    """What was told, how it failed, and after how long."""
+    run = Scripted(*script, stream=stream)
+    told = Told(run, slow_s)
+    error = None
+    try:
+        await follow(run, told, told, limits, run.begun_s + within_s)  # type: ignore[arg-type]
+    except AttemptFailed as caught:
+        error = caught
+    return told, error, round(now_s() - run.begun_s, 6)
+
+
+def blame(error: AttemptFailed | None) -> tuple[Leg, FailureKind, Stage]:
+    assert error is not None
+    assert error.outcome in error.outcomes
+    return error.outcome.leg, error.outcome.kind, error.outcome.stage
+
+
+# ---- the good way ----------------------------------------------------------------------------------------------------
+
+
+@timeless
+async def test_the_usual_stream() -> None:
+    told, error, took_s = await see((0.1, P_DONE), (0.2, out("a")), (0.3, out("b")), (0.4, D_DONE))
+    assert error is None
+    assert told.text == b"ab"
+    assert told.whole is None
+    assert took_s == 0.4
+    assert told.log[0] == (0.1, "handed over")
+    assert [what for _, what in told.log].count("first output") == 1
+
+
+@timeless
+async def test_a_whole_answer_is_given_at_its_end() -> None:
+    told, error, _ = await see((0.1, P_DONE), (9.0, D_DONE), stream=False)
+    assert error is None
+    assert told.whole == b"whole"
+    assert [what for _, what in told.log][-1] == "answer"
+
+
+@timeless
+async def test_first_output_waits_for_the_prefills_answer() -> None:
+    told, error, _ = await see((0.1, out("a")), (0.105, out("b")), (0.11, P_DONE), (0.2, D_DONE))
+    assert error is None
+    assert told.text == b"ab"
+    assert told.log[0][0] == 0.11
+
+
+@timeless
+async def test_first_output_waits_no_longer_than_the_hold() -> None:
+    told, error, _ = await see((0.1, out("a")), (0.115, out("b")), (0.5, P_DONE), (0.6, D_DONE))
+    assert error is None
+    assert told.log[:3] == [(round(0.1 + HOLD_S, 6), what) for what in ("handed over", "first output", "frames")]
+
+
+@timeless
+async def test_a_whole_answer_waits_no_longer_than_the_hold() -> None:
+    told, error, took_s = await see((0.1, D_DONE), stream=False)
+    assert error is None
+    assert (told.whole, took_s) == (b"whole", round(0.1 + HOLD_S, 6))
+
+
+@timeless
+async def test_a_stream_that_ends_within_the_hold_keeps_the_first_timer() -> None:
+    told, error, took_s = await see((0.1, out("a")), (0.115, D_DONE))
+    assert error is None
+    assert (told.text, took_s) == (b"a", round(0.1 + HOLD_S, 6))
+
+
+@timeless
+async def test_after_hand_over_a_failing_prefill_is_noted_only() -> None:
+    told, error, _ = await see((0.1, out("a")), (0.2, P_BROKE), (0.3, out("b")), (0.4, D_DONE))
+    assert error is None
+    assert told.text == b"ab"
+    assert [outcome.stage for outcome in told.outcomes] == [Stage.STREAMING]
+
+
+@timeless
+async def test_the_prefills_answer_is_told_where_it_came_first() -> None:
+    told, _, _ = await see((0.1, P_DONE), (0.2, out("a")), (0.3, D_DONE))
+    assert told.prefill_answers == [b"kv", None]
+    told, _, _ = await see((0.1, out("a")), (0.11, P_DONE), (0.3, D_DONE))
+    assert told.prefill_answers == [b"kv"]
+    told, _, _ = await see((0.1, out("a")), (0.3, D_DONE))
+    assert told.prefill_answers == [None]
+
+
+@timeless
+async def test_every_good_sign_of_a_leg_is_told() -> None:
+    told, _, _ = await see((0.1, P_DONE), (0.2, out("a")), (0.3, D_FAILED))
+    assert told.signs == [Leg.PREFILL, Leg.DECODE]
+
+
+# ---- a prefill that is lost ------------------------------------------------------------------------------------------
+
+
+@timeless
+async def test_a_lost_prefill_gives_the_decode_a_grace() -> None:
+    told, error, _ = await see((0.1, P_BROKE), (0.39, out("a")), (0.8, out("b")), (0.9, D_DONE))
+    assert error is None
+    assert told.text == b"ab"
+    assert (0.39, "handed over") in told.log
+
+
+@timeless
+async def test_a_lost_prefill_ends_the_attempt_after_its_grace() -> None:
+    told, error, took_s = await see((0.1, P_BROKE), (0.5, out("late")))
+    assert blame(error) == (Leg.PREFILL, FailureKind.RESET, Stage.DISPATCHED)
+    assert took_s == round(0.1 + LOSS_GRACE_S, 6)
+    assert told.text == b""
+
+
+@timeless
+async def test_a_decode_that_fails_within_the_grace_leaves_the_blame_on_the_prefill() -> None:
+    _, error, _ = await see((0.1, P_BROKE), (0.2, D_FAILED))
+    assert blame(error)[0] is Leg.PREFILL
+
+
+# ---- failures --------------------------------------------------------------------------------------------------------
+
+
+@timeless
+async def test_held_output_of_a_failed_attempt_is_never_delivered() -> None:
+    for script in (
+        [(0.1, out("bad")), (0.11, P_FAILED)],
+        [(0.1, out("bad")), (0.105, out("worse")), (0.11, D_FAILED)],
+        [(0.1, out("bad")), (0.105, D_DONE), (0.11, P_FAILED)],
+        [(0.1, P_FAILED), (0.1, out("bad"))],
+    ):
+        told, error, _ = await see(*script)
+        assert error is not None
+        assert (told.text, told.whole) == (b"", None)
+        assert "first output" not in [what for _, what in told.log]
+
+
+@timeless
+async def test_a_whole_answer_of_a_failed_attempt_is_never_delivered() -> None:
+    told, error, _ = await see((0.1, D_DONE), (0.11, P_FAILED), stream=False)
+    assert blame(error)[0] is Leg.PREFILL
+    assert told.whole is None
+
+
+@timeless
+async def test_a_failed_decode_ends_a_stream_with_what_was_sent() -> None:
+    told, error, _ = await see((0.1, P_DONE), (0.2, out("a")), (0.3, D_FAILED))
+    assert blame(error) == (Leg.DECODE, FailureKind.STATUS, Stage.STREAMING)
+    assert told.text == b"a"
+
+
+@timeless
+async def test_outcomes_carry_the_stage_they_happened_in() -> None:
+    told, _, _ = await see((0.1, P_DONE), (0.2, D_FAILED))
+    assert [outcome.stage for outcome in told.outcomes] == [Stage.HANDED_OVER]
+
+
+@timeless
+async def test_a_callers_fault_on_one_leg_is_what_the_attempt_is_judged_by() -> None:
+    refused = failed(Leg.DECODE, status=400, message="bad field")
+    _, error, _ = await see((0.1, P_BROKE), (0.2, refused))
+    assert error is not None
+    assert error.outcome.status == 400
+
+
+# ---- silence ---------------------------------------------------------------------------------------------------------
+
+
+@timeless
+async def test_no_first_output_blames_the_prefill_while_it_has_not_answered() -> None:
+    told, error, took_s = await see()
+    assert blame(error) == (Leg.PREFILL, FailureKind.TIMEOUT, Stage.DISPATCHED)
+    assert took_s == LIMITS.first_output_s
+    assert [outcome.kind for outcome in told.outcomes] == [FailureKind.TIMEOUT], "told like any other failure"
+
+
+@timeless
+async def test_no_first_output_after_hand_over_blames_the_decode() -> None:
+    _, error, took_s = await see((3.0, P_DONE))
+    assert blame(error) == (Leg.DECODE, FailureKind.TIMEOUT, Stage.HANDED_OVER)
+    assert took_s == 3.0 + LIMITS.first_output_s
+
+
+@timeless
+async def test_a_stall_blames_the_decode() -> None:
+    told, error, took_s = await see((0.1, P_DONE), (0.2, out("a")), (1.9, out("b")))
+    assert blame(error) == (Leg.DECODE, FailureKind.TIMEOUT, Stage.STREAMING)
+    assert took_s == 1.9 + LIMITS.stall_s
+    assert told.text == b"ab"
+
+
+@timeless
+async def test_a_slow_client_is_no_stall() -> None:
+    told, error, _ = await see((0.1, P_DONE), (0.2, out("a")), (5.0, out("b")), (5.1, D_DONE), slow_s=4.0)
+    assert error is None
+    assert told.text == b"ab"
+
+
+@timeless
+async def test_a_whole_answer_may_take_as_long_as_the_request() -> None:
+    _, error, took_s = await see((1.0, P_DONE), (90.0, D_DONE), stream=False)
+    assert (error, took_s) == (None, 90.0)
+    _, error, took_s = await see((1.0, P_DONE), stream=False, within_s=30.0)
+    assert blame(error)[0] is Leg.DECODE
+    assert took_s == 30.0
+
+
+@pytest.mark.parametrize("within_s", [0.5, 1.0])
+def test_the_requests_deadline_ends_everything(within_s: float) -> None:
+    @timeless
+    async def ends() -> None:
+        outputs = [(0.1 * number, out("x")) for number in range(1, 50)]
+        _, error, took_s = await see((0.05, P_DONE), *outputs, within_s=within_s)
+        assert blame(error)[:2] == (Leg.DECODE, FailureKind.TIMEOUT)
+        assert took_s == within_s
+
+    ends()
+
+
+@timeless
+async def test_a_deadline_within_the_grace_blames_the_lost_prefill() -> None:
+    _, error, took_s = await see((0.1, P_BROKE), within_s=0.2)
+    assert blame(error) == (Leg.PREFILL, FailureKind.RESET, Stage.DISPATCHED)
+    assert took_s == 0.2
+
+
+@timeless
+async def test_a_deadline_within_the_hold_blames_the_prefill_that_is_waited_for() -> None:
+    told, error, _ = await see((0.1, out("a")), within_s=0.11)
+    assert blame(error)[:2] == (Leg.PREFILL, FailureKind.TIMEOUT)
+    assert told.text == b""
+
+
+@timeless
+async def test_a_cancelled_attempt_leaves_its_legs_to_the_caller() -> None:
+    run = Scripted()
+    told = Told(run)
+    task = asyncio.ensure_future(follow(run, told, told, LIMITS, run.begun_s + 9.0))  # type: ignore[arg-type]
+    await asyncio.sleep(0.1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert run.open_legs == (Leg.DECODE, Leg.PREFILL)
