@@ -80,6 +80,12 @@ class Record:
         else:
             self.dropped_attempts += 1
 
+    def judged(self, decision: Decision, verdict: str) -> None:
+        """Note on the attempt of `decision` what its failure led to; others may run at the same time."""
+        for attempt in self.attempts:
+            if attempt.decision is decision:
+                attempt.verdict = verdict
+
     @property
     def total_attempts(self) -> int:
         """The most attempts that any one of its engine requests took."""
@@ -119,7 +125,7 @@ class ExplainRing:
                     del self._aliases[alias]
 
     def find(self, request_id: str) -> Record | None:
-        return self._records.get(self._aliases.get(request_id, request_id))
+        return self._records.get(request_id) or self._records.get(self._aliases.get(request_id, ""))
 
     def newest(self) -> Record | None:
         return next(reversed(self._records.values()), None)

@@ -7,6 +7,7 @@ import json
 import sys
 import urllib.error
 import urllib.request
+from functools import partial
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -32,10 +33,10 @@ def run(args: argparse.Namespace) -> int:
     try:
         with urllib.request.urlopen(url, timeout=10) as answer:
             record = json.load(answer)
-    except urllib.error.HTTPError as error:
-        print(f"pdgate explain: {json.load(error)['error']['message']}", file=sys.stderr)
-        return 1
     except (urllib.error.URLError, OSError, ValueError) as error:
+        if (words := _words_of_a_gateway(error)) is not None:
+            print(f"pdgate explain: {words}", file=sys.stderr)
+            return 1
         print(f"pdgate explain: no gateway answers at {args.url} (--url): {error}", file=sys.stderr)
         return 2
     if args.json:
@@ -45,19 +46,31 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _words_of_a_gateway(error: Exception) -> str | None:
+    """What a gateway says with a status of 400 or more; None when it was no gateway's answer."""
+    if not isinstance(error, urllib.error.HTTPError):
+        return None
+    try:
+        with error:
+            return str(json.load(error)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return None
+
+
 def show(record: dict[str, Any], console: Console) -> None:
     """One table an attempt: the pairs that were looked at, best first, with every term in milliseconds."""
+    say = partial(console.print, markup=False)  # engines say things in brackets
     error = f": {record['error']}" if record["error"] else ""
-    console.print(
+    say(
         f"request {record['request_id']} on {record['api']} (model {record['model']}, policy {record['policy']}): "
         f"status {record['status']}, {len(record['attempts'])} attempts{error}"
     )
     for number, attempt in enumerate(record["attempts"], start=1):
         console.print(_attempt_table(number, attempt))
         for outcome in attempt["outcomes"]:
-            console.print(f"  {outcome['leg']} failed: {outcome['kind']} at {outcome['stage']}: {outcome['message']}")
+            say(f"  {outcome['leg']} failed: {outcome['kind']} at {outcome['stage']}: {outcome['message']}")
         for dropped in attempt["dropped"]:
-            console.print(f"  left out {dropped['engine']}: {dropped['reason']}")
+            say(f"  left out {dropped['engine']}: {dropped['reason']}")
 
 
 def _attempt_table(number: int, attempt: dict[str, Any]) -> Table:

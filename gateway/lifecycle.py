@@ -7,9 +7,10 @@ booking is released once and its legs are let go of once.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from typing import Any
 
 from opentelemetry.trace import Span
 
@@ -73,15 +74,8 @@ async def handle(gw: Gateway, arrival: Arrival, client: Client) -> None:
         record.model = request.model or next(iter(gw.fleet.models()), "")
         record.aliases = (request.client_rid,) if request.client_rid else ()
         gw.explain.add(record)
-        story = _Story(
-            request,
-            record.model,
-            reply,
-            record,
-            span,
-            arrival.arrival_s,
-            arrival.arrival_s + gw.config.deadlines.request_s,
-        )
+        deadline_s = arrival.arrival_s + gw.config.deadlines.request_s
+        story = _Story(request, record.model, reply, record, span, arrival.arrival_s, deadline_s)
         try:
             await _answer(gw, story, units)
             record.status = 200
@@ -151,7 +145,7 @@ async def _answer(gw: Gateway, story: _Story, units: Sequence[Unit]) -> None:
             leads[unit.prompt_index] = asyncio.get_running_loop().create_future()
         sink = MergedSink(merger, unit.choice_index)
         work = _run_sample(gw, story, unit, sink, leads[unit.prompt_index], leads=lead is None)
-        tasks.append(spawn(work, f"choice {unit.choice_index} of {story.record.request_id}"))
+        tasks.append(spawn(_expected_error(work), f"choice {unit.choice_index} of {story.record.request_id}"))
     await _all_or_first_error(tasks)
     await merger.finish()
 
@@ -170,10 +164,21 @@ async def _run_sample(
             lead.set_result(None)
 
 
-async def _all_or_first_error(tasks: Sequence[asyncio.Task[None]]) -> None:
+async def _expected_error(work: Coroutine[Any, Any, None]) -> Exception | None:
+    """How one of several went wrong; that is for its request to report, and no crash of a task."""
+    try:
+        await work
+    except (GatewayError, ConnectionError) as error:
+        return error
+    return None
+
+
+async def _all_or_first_error(tasks: Sequence[asyncio.Task[Exception | None]]) -> None:
     """Wait for all; the first error (or our own cancellation) cancels the rest and waits for their end."""
     try:
-        await asyncio.gather(*tasks)
+        for ended in asyncio.as_completed(tasks):
+            if (error := await ended) is not None:
+                raise error
     finally:
         for task in tasks:
             task.cancel()
@@ -206,7 +211,7 @@ async def _run_unit(
         if failed is None:
             return
         verdict = await _judge(gw, story, sink, decision, failed, tries)
-        story.record.attempts[-1].verdict = verdict.verdict.value
+        story.record.judged(decision, verdict.verdict.value)
         if verdict.verdict is not Verdict.RETRY:
             raise _final_error(gw, story, unit, failed, verdict)
         tries.last = (failed, verdict)

@@ -11,7 +11,7 @@ from itertools import count
 from engines.types import EngineFacts, Role
 from gateway.candidates import BLOCK_BYTES
 from gateway.context import Gateway
-from gateway.openai_api import ParsedRequest, Unit
+from gateway.openai_api import Api, ParsedRequest, Unit
 from routing.prefix import Namespace, root_hash, text_blocks
 from routing.types import RequestView
 
@@ -37,7 +37,9 @@ def request_view(
         request_id=f"{arrival_s:.6f}-{next(_serial)}",
         model=model,
         prompt_tokens=prompt_tokens,
-        blocks=text_blocks(root_hash(_namespace(request, model, facts, exact)), unit.prompt_bytes, BLOCK_BYTES),
+        blocks=text_blocks(
+            root_hash(_namespace(request.api, unit, model, facts, exact)), unit.prompt_bytes, BLOCK_BYTES
+        ),
         block_tokens=BLOCK_BYTES / bytes_per_token,
         expected_output_tokens=gw.decider.learned.output_tokens(model, max_output_tokens),
         max_output_tokens=max_output_tokens,
@@ -55,15 +57,15 @@ def _facts(gw: Gateway, model: str) -> EngineFacts | None:
     return None
 
 
-def _namespace(request: ParsedRequest, model: str, facts: EngineFacts | None, exact: bool) -> Namespace:
-    salts = [str(request.body.get(name) or "") for name in ("cache_salt", "extra_key")]
+def _namespace(api: Api, unit: Unit, model: str, facts: EngineFacts | None, exact: bool) -> Namespace:
+    salts = [str(unit.body.get(name) or "") for name in ("cache_salt", "extra_key")]
     cache_format = facts.cache_format if facts is not None else None
     return Namespace(
         tenant_or_salt="\0".join(salts) if any(salts) else "",
         model=model,
         weight_version=facts.weight_version if facts is not None else "",
-        tokenizer="token ids" if exact else "template" if request.api.value.endswith("chat/completions") else "plain",
-        lora=str(request.body.get("lora_path") or ""),
+        tokenizer="token ids" if exact else "template" if api is Api.CHAT else "plain",
+        lora=str(unit.body.get("lora_path") or ""),
         kv_dtype=cache_format.kv_cache_dtype if cache_format is not None else "",
         page_size_tokens=cache_format.page_size_tokens if cache_format is not None else 1,
         layout=cache_format.kv_layout if cache_format is not None else "",

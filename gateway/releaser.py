@@ -51,14 +51,14 @@ class Releaser:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _release(self, run: PairRun, whole: bool) -> None:
-        if whole and await run.wait_ended(_ANSWER_GRACE_S):
-            return
         views = {leg: run.attempt.view(leg) for leg in Leg}
 
         async def watch(leg: Leg) -> Counted:
             return self._counted(views[leg])
 
         try:
+            if whole and await run.wait_ended(_ANSWER_GRACE_S):
+                return
             released = await release(run, watch)
         finally:
             for leg in run.open_legs:  # only when this task itself is cancelled

@@ -10,6 +10,7 @@ from heapq import heappop
 from itertools import count
 from random import Random
 from typing import Any
+from unittest.mock import patch
 
 import orjson
 
@@ -30,6 +31,9 @@ from engines.types import (
     Role,
 )
 from engines.upstream import Reply
+from gateway import app
+from gateway.config import Config, FleetConfig, RoutingConfig
+from gateway.context import Gateway
 from gateway.decider import Decider
 from gateway.learned import Learned
 from routing.index import PrefixIndex
@@ -250,6 +254,25 @@ def decider(
         new_rid=lambda: next(names),
         is_stale=is_stale,
     )
+
+
+def gateway(upstream: FakeUpstream, *names: str, **sections: Any) -> Gateway:
+    """A whole gateway over `upstream`, as `app.py` builds it, with nothing started. Must run on a loop."""
+    specs = [spec(name) for name in names or ("p0", "p1", "d0", "d1")]
+    fleet = FleetConfig(
+        tuple(each for each in specs if each.role is Role.PREFILL),
+        tuple(each for each in specs if each.role is Role.DECODE),
+    )
+    config = Config(fleet=fleet, **{"routing": RoutingConfig(seed=1, profile=TINY), **sections})
+    with patch("gateway.app.Upstream", lambda: upstream):
+        return app.build(config)
+
+
+async def probed(gw: Gateway) -> Gateway:
+    """`gw` after one look at every server."""
+    for each in gw.fleet.views():
+        await gw.monitor.probe_now(each.engine_id)
+    return gw
 
 
 _serial = count()

@@ -140,6 +140,9 @@ def completion_body(answering: Answering, lives: list[Live]) -> dict[str, Any]:
     return {**body, "choices": choices, "usage": usage(answering, lives), "metadata": _metadata(lives)}
 
 
+_AFTER_CHAT_TEXT = b'},"logprobs":null,"finish_reason":null,"matched_stop":null}]}\n\n'
+
+
 @dataclass(slots=True)
 class _Cursor:
     """How much of one choice was written."""
@@ -156,11 +159,9 @@ class ChatStream:
     rid: str
     _cursors: dict[int, _Cursor] = field(default_factory=dict)
 
-    _AFTER_TEXT = b'},"logprobs":null,"finish_reason":null,"matched_stop":null}]}\n\n'
-
     def first(self, live: Live) -> bytes:
         cursor = self._cursors[live.index] = _Cursor(prefix=self._prefix(live))
-        return cursor.prefix + b',"role":"assistant","content":""' + self._after()
+        return cursor.prefix + b',"role":"assistant","content":""' + _AFTER_CHAT_TEXT
 
     def delta(self, live: Live) -> bytes:
         cursor = self._cursors[live.index]
@@ -170,7 +171,7 @@ class ChatStream:
             return b""
         if live.item.sampling.logprobs or self.answering.request.continuous_usage:
             return self._slow_delta(live, text, start)
-        return b'%b,"content":%b%b' % (cursor.prefix, encode_basestring_ascii(text).encode(), self._after())
+        return b'%b,"content":%b%b' % (cursor.prefix, encode_basestring_ascii(text).encode(), _AFTER_CHAT_TEXT)
 
     def end(self, live: Live, end: End) -> bytes:
         if end.kind is EndKind.FAILED:
@@ -190,9 +191,6 @@ class ChatStream:
             return DONE
         body = _envelope(self.answering, self.rid, "chat.completion.chunk")
         return sse({**body, "choices": [], "usage": usage(self.answering, lives)}) + DONE
-
-    def _after(self) -> bytes:
-        return b'},"logprobs":null,"finish_reason":null,"matched_stop":null}]}\n\n'
 
     def _prefix(self, live: Live) -> bytes:
         body = sse(_envelope(self.answering, self.rid, "chat.completion.chunk"))[:-3]

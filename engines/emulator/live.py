@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from engines.emulator.core import End, Job
@@ -52,7 +52,7 @@ class Finished:
     cached_tokens: int
     output_tokens: int
     end: str
-    message: str = field(default="")
+    message: str = ""
 
 
 def finished(live: Live) -> Finished:

@@ -48,10 +48,7 @@ class GenerationServer:
 
     def _handler(self, api: Api) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
-            try:
-                return await self._generate(api, request)
-            except BadRequest as error:
-                return json_response(error.body, error.status)
+            return await self._generate(api, request)
 
         return handle
 

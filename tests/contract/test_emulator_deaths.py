@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 from typing import Any
 
 import aiohttp
+import orjson
 import pytest
 
 from engines.emulator.pd_decode import CRASH_STATUS
@@ -237,10 +239,6 @@ async def test_the_bootstrap_server_answers_as_recorded() -> None:
 
 
 async def test_a_fleet_prints_its_servers_and_takes_them_with_it() -> None:
-    import sys
-
-    import orjson
-
     command = [sys.executable, "-m", "engines.emulator", "fleet", "--prefill", "1", "--decode", "1", "--json"]
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     assert process.stdout is not None

@@ -5,6 +5,7 @@ Shapes are keys and types; texts are compared up to ids and numbers. `emu_transc
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import AsyncIterator
@@ -84,8 +85,6 @@ async def replay(fleet: EmuFleet, name: str) -> Reply:
 
 
 async def _both(fleet: EmuFleet, path: str, body: dict[str, Any]) -> tuple[Reply, Reply]:
-    import asyncio
-
     prefill, decode = await asyncio.gather(fleet.post(fleet.prefill, path, body), fleet.post(fleet.decode, path, body))
     return prefill, decode
 

@@ -193,8 +193,8 @@ class Cluster:
         if kind is not None:
             print(f"---- gateway log ----\n{log[-_LOG_TAIL_BYTES:]}")
             return
-        unclean = [line for line in log.splitlines() if any(word in line for word in _UNCLEAN)]
-        assert not unclean, "the gateway's log holds errors:\n" + log[-_LOG_TAIL_BYTES:]
+        at = min((at for word in _UNCLEAN if (at := log.find(word)) >= 0), default=None)
+        assert at is None, "the gateway's log holds errors:\n" + log[max(0, at - 500) :][:_LOG_TAIL_BYTES]
 
     @property
     def servers(self) -> tuple[EmulatedServer, ...]:
@@ -252,8 +252,7 @@ class Cluster:
         await asyncio.gather(*(self.restart(server) for server in dead))
         if self.gateway.returncode is not None:
             await self.gateway.launch()
-        for server in self.servers:
-            await self._delete(server.url + "/emulator/fault")
+        await self.clear_faults()
         for recorder in self.recorders.values():
             recorder.owed = 0
             recorder.reset()
@@ -300,6 +299,10 @@ class Cluster:
         """Make the next requests of a server go wrong."""
         async with self.http.post(server.url + "/emulator/fault", json={"fault": name, **fields}) as reply:
             assert reply.status == 200, await reply.text()
+
+    async def clear_faults(self) -> None:
+        for server in self.servers:
+            await self._delete(server.url + "/emulator/fault")
 
     async def hold(self, server: EmulatedServer, stage: str, k: int = 1) -> Hold:
         """Stop the next request that comes to `stage` on a server."""

@@ -51,19 +51,22 @@ async def impatient(shared_impatient: Cluster) -> AsyncIterator[Cluster]:
 async def meet(
     cluster: Cluster, leg: Leg, fault: str, *, stream: bool, tokens: int = 40, **fields: int
 ) -> tuple[Asked, Answer, EmulatedServer]:
-    """Chats until one meets a fault of one server: that one, its answer, the server. Those before it were whole."""
-    first = Asked(cluster, stream=False)
-    (await first.finish()).check_whole(first.truth, attempts=1)
-    faulty = (await pair_of(cluster))[leg]  # it was the best a moment ago, so it will be met soon
-    await cluster.fault(faulty, fault, **fields)
+    """Chats until one meets a fault of one server: that one, its answer, the server. Those before it were whole.
+
+    The server that served the last one is made faulty: it was the best a moment ago, so it will soon be met.
+    """
+    asked = Asked(cluster, stream=False)
+    (await asked.finish()).check_whole(asked.truth, attempts=1)
     for _ in range(30):
+        faulty = (await pair_of(cluster))[leg]
+        await cluster.fault(faulty, fault, **fields)
         asked = Asked(cluster, stream=stream, tokens=tokens)
         answer = await asked.finish()
-        attempt = (await cluster.explain())["attempts"][0]
-        if attempt[leg.value] == faulty.url:
+        if (await cluster.explain())["attempts"][0][leg.value] == faulty.url:
             return asked, answer, faulty
         answer.check_whole(asked.truth, attempts=1)
-    raise AssertionError(f"no request came to {faulty.url}")
+        await cluster.clear_faults()
+    raise AssertionError("no server was met twice in a row")
 
 
 BEFORE_OUTPUT = [

@@ -1,4 +1,4 @@
-"""A decode that is full: requests wait in the gateway, leave in order of arrival, and are refused when it takes long."""
+"""A full decode: requests wait in the gateway, leave in order of arrival, and are refused when it takes too long."""
 
 from __future__ import annotations
 

@@ -1,0 +1,317 @@
+"""The monitor: looks again and again, tells what changed, and is not driven by a storm of failures."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from engines.base import Probe
+from engines.fleet import Fleet
+from engines.tasks import running, spawn
+from engines.types import EngineFacts, EngineId, EngineLoad, EngineSpec, FailureKind, Health, Leg, Outcome, Stage
+from failover.monitor import STALE_PROBE_S, Monitor
+from tests.fakes import FACTS, now_s, spec, timeless
+
+P0, D0 = EngineId("http://p0"), EngineId("http://d0")
+LOAD = EngineLoad(1.0, 1, 0, 0, 5, 5, 100)
+
+
+class Server:
+    """What is found at every server; probes and loads are counted."""
+
+    def __init__(self) -> None:
+        self.facts: EngineFacts | None = FACTS
+        self.reachable = self.ready = True
+        self.reason = ""
+        self.timed_out = False
+        self.takes_s = 0.0
+        self.probes: list[tuple[float, EngineId]] = []
+        self.loads = 0
+
+    def down(self, reason: str = "refused") -> None:
+        self.reachable = self.ready = False
+        self.reason, self.facts = reason, None
+
+    def back(self, fingerprint: str = "boot") -> None:
+        self.reachable = self.ready = True
+        self.reason, self.facts = "", replace(FACTS, boot_fingerprint=fingerprint)
+
+    async def probe(self, spec: EngineSpec, timeout_s: float) -> Probe:
+        self.probes.append((now_s(), spec.engine_id))
+        await asyncio.sleep(self.takes_s)
+        return Probe(spec.engine_id, self.reachable, self.ready, self.reason, self.timed_out, self.facts)
+
+    async def load(self, spec: EngineSpec, timeout_s: float) -> EngineLoad | None:
+        self.loads += 1
+        return LOAD
+
+
+class Told:
+    """Listener that remembers."""
+
+    def __init__(self) -> None:
+        self.changes: list[EngineId] = []
+        self.restarts: list[EngineId] = []
+
+    def fleet_changed(self, engine_id: EngineId) -> None:
+        self.changes.append(engine_id)
+
+    def restarted(self, engine_id: EngineId) -> None:
+        self.restarts.append(engine_id)
+
+
+class World:
+    def __init__(self, *names: str) -> None:
+        self.fleet = Fleet([spec(name) for name in names])
+        self.server, self.told = Server(), Told()
+        self.monitor = Monitor(self.fleet, self.server, self.told, spawn, probe_interval_s=2.0, load_interval_s=0.5)
+
+    def health(self, engine_id: EngineId = P0) -> Health:
+        return self.fleet.view(engine_id).health
+
+    def probes_of(self, engine_id: EngineId) -> int:
+        return sum(1 for _, each in self.server.probes if each == engine_id)
+
+
+@asynccontextmanager
+async def watched(*names: str) -> AsyncIterator[World]:
+    world = World(*(names or ("p0",)))
+    world.monitor.start()
+    await asyncio.sleep(0.01)
+    yield world
+    await world.monitor.stop()
+
+
+def broke(kind: FailureKind = FailureKind.RESET, engine_id: EngineId = P0) -> Outcome:
+    return Outcome(engine_id, Leg.PREFILL, kind, Stage.DISPATCHED, "lost")
+
+
+# ---- health ----------------------------------------------------------------------------------------------------------
+
+
+@timeless
+async def test_every_server_is_looked_at_at_once_and_then_again_and_again() -> None:
+    async with watched("p0", "d0") as world:
+        assert world.health(P0) is world.health(D0) is Health.READY
+        assert world.fleet.view(P0).facts == FACTS
+        await asyncio.sleep(9.0)
+        assert world.probes_of(P0) == world.probes_of(D0) == 5
+        assert {P0, D0} <= set(world.told.changes)
+
+
+@timeless
+async def test_an_outage_is_seen_by_the_next_probe_and_its_end_soon() -> None:
+    async with watched() as world:
+        world.server.down()
+        await asyncio.sleep(2.1)
+        view = world.fleet.view(P0)
+        assert (view.health, view.reason, view.facts) == (Health.SUSPECTED, "refused", FACTS)
+        world.server.back()
+        await asyncio.sleep(0.6)
+        assert (world.health(), world.fleet.view(P0).reason) == (Health.READY, "")
+        assert not world.told.restarts
+
+
+@timeless
+async def test_a_server_that_takes_no_rooms_is_not_ready() -> None:
+    async with watched() as world:
+        world.server.ready, world.server.reason = False, "/ready answers 503"
+        await asyncio.sleep(2.1)
+        assert (world.health(), world.fleet.view(P0).reason) == (Health.NOT_READY, "/ready answers 503")
+
+
+@timeless
+async def test_one_late_answer_is_no_outage_two_are() -> None:
+    async with watched() as world:
+        world.server.reachable = world.server.ready = False
+        world.server.timed_out = True
+        await asyncio.sleep(2.1)
+        assert world.health() is Health.SLOW
+        await asyncio.sleep(0.6)
+        assert world.health() is Health.SUSPECTED
+
+
+@timeless
+async def test_a_server_whose_legs_go_on_is_not_late() -> None:
+    async with watched() as world:
+        world.server.reachable = world.server.ready = False
+        world.server.timed_out = True
+        for _ in range(20):
+            world.monitor.progress(P0, now_s())
+            await asyncio.sleep(0.5)
+        assert world.health() is Health.READY
+        await asyncio.sleep(5.0)
+        assert world.health() is Health.SUSPECTED
+
+
+@timeless
+async def test_loads_are_taken_once_a_server_is_known() -> None:
+    async with watched() as world:
+        await asyncio.sleep(1.0)
+        assert world.fleet.view(P0).load == LOAD
+        assert world.server.loads >= 1
+
+
+@timeless
+async def test_a_server_that_was_never_up_is_not_asked_for_its_load() -> None:
+    world = World("p0")
+    world.server.down()
+    world.monitor.start()
+    await asyncio.sleep(3.0)
+    await world.monitor.stop()
+    assert world.server.loads == 0
+
+
+# ---- restarts --------------------------------------------------------------------------------------------------------
+
+
+@timeless
+async def test_a_restart_is_told_even_when_no_outage_was_seen() -> None:
+    async with watched() as world:
+        world.server.back("another boot")
+        await asyncio.sleep(2.1)
+        assert world.told.restarts == [P0]
+        assert (world.fleet.view(P0).epoch, world.health()) == (2, Health.READY)
+
+
+@timeless
+async def test_the_first_look_is_no_restart() -> None:
+    async with watched() as world:
+        assert (world.told.restarts, world.fleet.view(P0).epoch) == ([], 1)
+
+
+@timeless
+async def test_a_look_tells_whether_the_process_is_the_same() -> None:
+    async with watched() as world:
+        assert await world.monitor.probe_now(P0)
+        world.server.back("another boot")
+        assert not await world.monitor.probe_now(P0)
+        assert await world.monitor.probe_now(P0)
+        world.server.down()
+        assert not await world.monitor.probe_now(P0)
+
+
+@timeless
+async def test_a_leak_ends_with_its_process() -> None:
+    async with watched() as world:
+        world.monitor.leak_found(P0)
+        await asyncio.sleep(5.0)
+        assert world.health() is Health.LEAKING
+        assert "aborted" in world.fleet.view(P0).reason
+        world.server.back("another boot")
+        await asyncio.sleep(3.0)
+        assert world.health() is Health.READY
+
+
+# ---- staleness -------------------------------------------------------------------------------------------------------
+
+
+@timeless
+async def test_a_good_probe_is_good_for_five_seconds() -> None:
+    world = World("p0")
+    assert world.monitor.is_stale(P0)
+    await world.monitor.probe_now(P0)
+    assert not world.monitor.is_stale(P0)
+    await asyncio.sleep(STALE_PROBE_S)
+    assert not world.monitor.is_stale(P0)
+    await asyncio.sleep(0.001)
+    assert world.monitor.is_stale(P0)
+
+
+@timeless
+async def test_a_bad_probe_refreshes_nothing() -> None:
+    world = World("p0")
+    await world.monitor.probe_now(P0)
+    await asyncio.sleep(4.0)
+    world.server.down()
+    await world.monitor.probe_now(P0)
+    await asyncio.sleep(1.5)
+    assert world.monitor.is_stale(P0)
+
+
+# ---- broken legs -----------------------------------------------------------------------------------------------------
+
+
+@timeless
+async def test_a_broken_leg_is_suspected_at_once_and_looked_into_at_once() -> None:
+    async with watched() as world:
+        world.monitor.leg_failed(broke())
+        assert (world.health(), world.fleet.view(P0).reason) == (Health.SUSPECTED, "lost")
+        assert world.told.changes[-1] == P0
+        await asyncio.sleep(0.1)
+        assert world.health() is Health.READY
+        assert world.probes_of(P0) == 2
+
+
+@pytest.mark.parametrize(
+    "kind", [FailureKind.STATUS, FailureKind.ABORTED, FailureKind.STREAM_ERROR, FailureKind.GARBLED]
+)
+def test_an_answer_is_no_sign_of_death(kind: FailureKind) -> None:
+    @timeless
+    async def stays() -> None:
+        async with watched() as world:
+            world.monitor.leg_failed(broke(kind))
+            await asyncio.sleep(1.0)
+            assert world.health() is Health.READY
+            assert world.probes_of(P0) == 1
+
+    stays()
+
+
+@timeless
+async def test_a_storm_of_broken_legs_causes_few_probes() -> None:
+    async with watched() as world:
+        for _ in range(1000):
+            world.monitor.leg_failed(broke())
+        await asyncio.sleep(0.2)
+        assert world.probes_of(P0) <= 3
+        for _ in range(100):
+            world.monitor.leg_failed(broke())
+            await asyncio.sleep(0.005)
+        assert world.probes_of(P0) <= 3 + 0.5 / 0.05 + 1
+
+
+@timeless
+async def test_a_leg_that_breaks_during_a_probe_causes_another() -> None:
+    async with watched() as world:
+        world.server.takes_s = 0.5
+        world.monitor.leg_failed(broke())
+        await asyncio.sleep(0.1)
+        world.monitor.leg_failed(broke())
+        await asyncio.sleep(1.5)
+        assert world.probes_of(P0) == 3
+
+
+@timeless
+async def test_a_dead_server_is_looked_at_twice_a_second() -> None:
+    async with watched() as world:
+        world.server.down()
+        world.monitor.leg_failed(broke())
+        await asyncio.sleep(5.0)
+        assert 9 <= world.probes_of(P0) <= 12
+
+
+# ---- the end ---------------------------------------------------------------------------------------------------------
+
+
+@timeless
+async def test_stopping_leaves_no_task() -> None:
+    async with watched("p0", "d0") as world:
+        world.server.takes_s = 10.0
+        world.monitor.leg_failed(broke())
+        await asyncio.sleep(1.0)
+    await asyncio.sleep(0)
+    assert not [name for name in running() if name.startswith(("probe", "load"))]
+
+
+@timeless
+async def test_what_fails_after_the_end_is_taken_quietly() -> None:
+    """Sockets are closed last, which breaks the legs that are left."""
+    async with watched() as world:
+        pass
+    world.monitor.leg_failed(broke())
+    assert world.health() is Health.SUSPECTED
