@@ -156,6 +156,7 @@ class PairRun:
             self._answer(leg, body)
 
     async def _read_stream(self, leg: Leg, exchange: Exchange) -> None:
+        """The events of a leg; it is answered at the terminator, whatever becomes of the connection after that."""
         decoder = FrameDecoder()
         kept: list[bytes] = []
         failed = whole = False
@@ -167,17 +168,14 @@ class PairRun:
                         failed = True
                         await self._output(leg, frames[:index], kept)
                         self._fail(leg, self._strategy.frame_fault(frame))
-                    whole = whole or kind is EventKind.DONE
-                if not failed:
+                if not (failed or whole):
                     await self._output(leg, frames, kept)
+                    if whole := any(kind is EventKind.DONE for kind, _ in frames):
+                        self._answer(leg, b"".join(kept))
         except UpstreamError:
             if not (failed or whole):  # else the loss is no news
                 raise
-        if failed:
-            return
-        if whole:
-            self._answer(leg, b"".join(kept))
-        else:
+        if not (failed or whole):
             self._fail(leg, Fault(FailureKind.TRUNCATED, "the stream ended without [DONE]"))
 
     async def _output(self, leg: Leg, frames: list[tuple[EventKind, bytes]], kept: list[bytes]) -> None:

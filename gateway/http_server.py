@@ -97,6 +97,12 @@ async def _body(request: web.Request, limit_bytes: int) -> bytes:
         ) from None
 
 
+class _Stream(web.StreamResponse):
+    """A stream whose status line leaves together with its first bytes."""
+
+    _send_headers_immediately = False
+
+
 class _AiohttpClient:
     """The client's connection as `gateway.reply` wants it."""
 
@@ -105,7 +111,7 @@ class _AiohttpClient:
         self.response: web.StreamResponse = web.StreamResponse()
 
     async def begin(self, status: int, headers: Mapping[str, str], first: bytes) -> None:
-        self.response = web.StreamResponse(status=status, headers=headers)
+        self.response = _Stream(status=status, headers=headers)
         await self.response.prepare(self._request)
         await self.response.write(first)
 
@@ -140,6 +146,15 @@ async def _errors_as_json(request: web.Request, handler: _Handler) -> web.Stream
         return error_response(refused)
     except ConnectionError:
         raise asyncio.CancelledError from None  # the client has gone in the middle of a write
+    except web.HTTPException:
+        raise
+    except Exception:
+        if request.writer.output_size:
+            raise  # which breaks the connection off: nobody must take what was sent for the whole
+        _log.exception("%s %s", request.method, request.path)
+        return error_response(
+            GatewayError(500, "a fault of the gateway; its log says more", code="internal_error", kind="server_error")
+        )
 
 
 def error_response(error: GatewayError) -> web.Response:

@@ -226,6 +226,13 @@ async def test_status_headers_and_first_output_leave_in_one_write(edge: Edge) ->
     assert (status, headers["content-type"], headers["x-pdgate-prefill"]) == (200, "text/event-stream", "p0")
 
 
+async def test_a_whole_answer_leaves_in_one_write(edge: Edge) -> None:
+    async with connected(edge) as raw:
+        await raw.send(post())
+        assert (await raw.answer()).status == 200
+        assert raw.segments_in() == 1
+
+
 async def test_nothing_is_written_before_the_answer_begins(edge: Edge) -> None:
     waiting = Waiting(stream=False)
     edge.script = waiting

@@ -254,7 +254,7 @@ class Cluster:
             await self.gateway.launch()
         await self.clear_faults()
         for recorder in self.recorders.values():
-            recorder.owed = 0
+            recorder.owed = recorder.unended = 0
             recorder.reset()
         for hold in self._holds:
             await self.release(hold)

@@ -32,11 +32,13 @@ class Call:
 class Recorder:
     """Stands before the server at `target` while it is entered.
 
-    So many answers as `owed` says are kept back, although the server has given them, until `reset` breaks them off.
+    So many answers as `owed` says are kept back, although the server has given them, until `reset` breaks them off;
+    of so many as `unended` says everything is passed on but the end of the body.
     """
 
     target: str
     owed: int = 0
+    unended: int = 0
     calls: list[Call] = field(default_factory=list)
     _reset: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -96,5 +98,9 @@ class Recorder:
             await response.prepare(request)
             async for chunk in reply.content.iter_any():
                 await response.write(chunk)
+            if self.unended and request.path in _GENERATING:
+                self.unended -= 1
+                await self._reset.wait()
+                raise ConnectionResetError
             await response.write_eof()
             return response

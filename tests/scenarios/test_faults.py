@@ -108,6 +108,13 @@ async def test_a_stream_that_breaks_off_ends_with_one_error(two_pairs: Cluster, 
     await two_pairs.settled(FREED_S)
 
 
+async def test_a_stream_is_whole_at_its_terminator(watched: Cluster) -> None:
+    """What becomes of the decode's connection after `[DONE]` is no news to the client."""
+    watched.recorder(watched.decodes[0]).unended = 1
+    asked = Asked(watched, stream=True)
+    (await asked.finish()).check_whole(asked.truth, attempts=1)
+
+
 async def test_a_stall_ends_with_one_error(impatient: Cluster) -> None:
     asked, answer, _ = await meet(impatient, Leg.DECODE, "stall", stream=True, after_tokens=8)
     answer.check_broken(asked.truth)
@@ -138,7 +145,11 @@ async def test_a_frozen_prefill_is_passed_over(impatient: Cluster) -> None:
     held = await hold_at(impatient, PREFILL_CHUNK, True)
     frozen = held.pair[Leg.PREFILL]
     frozen.send_signal(signal.SIGSTOP)
-    (await held.asked[0].finish()).check_whole(held.asked[0].truth, attempts=2)
+    answer = await held.asked[0].finish()
+    answer.check_whole(held.asked[0].truth, attempts=2)
+    retry = (await impatient.explain(answer.request_id))["attempts"][1]
+    failed_before = [each["engine"] for each in retry["dropped"] if "failed on it before" in each["reason"]]
+    assert failed_before == [frozen.url], "also where its decode was the one to say so"
     frozen.send_signal(signal.SIGCONT)
     await impatient.settled(CLOSED_S)
 
