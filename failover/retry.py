@@ -155,7 +155,7 @@ def decide(outcome: Outcome, pair: tuple[EngineId, EngineId], history: History) 
         return Decision(Verdict.OUT_OF_TIME, fault)
     exhausted = history.attempts >= history.max_attempts or (fault is Fault.OURS and history.own_faults > 1)
     if exhausted:
-        return Decision(Verdict.TO_CLIENT if fault is Fault.INSTANCE_LIMIT else Verdict.GIVE_UP, fault)
+        return last_word(fault)
     keep_engine = fault is Fault.OURS
     delay_s = _BACKOFF_S[min(history.attempts, len(_BACKOFF_S)) - 1]
     return Decision(
@@ -165,6 +165,11 @@ def decide(outcome: Outcome, pair: tuple[EngineId, EngineId], history: History) 
         excluded_pair=None if keep_engine else pair,
         delay_s=delay_s,
     )
+
+
+def last_word(fault: Fault) -> Decision:
+    """What is left where no further attempt may be made, or none can be: no pair is up that has not failed."""
+    return Decision(Verdict.TO_CLIENT if fault is Fault.INSTANCE_LIMIT else Verdict.GIVE_UP, fault)
 
 
 def first_definite_caller_fault(outcomes: list[Outcome]) -> Outcome | None:

@@ -204,7 +204,8 @@ async def _run_unit(
         except GatewayError as error:
             if tries.last is None or error.code != "no_pair_available":
                 raise
-            raise _final_error(gw, story, unit, *tries.last) from error  # what failed says more than what is left
+            last, judged = tries.last  # it says more than what is left
+            raise _final_error(gw, story, unit, last, retry.last_word(judged.fault)) from error
         if lead is not None and not lead.done():
             lead.set_result(decision.prefill.engine_id)
         failed = await _attempt(gw, story, unit, sink, decision)

@@ -78,13 +78,17 @@ class Held:
     pair: dict[Leg, EmulatedServer]
 
 
-async def hold_at(cluster: Cluster, phase: Phase, *streams: bool) -> Held:
-    """Ask one chat for each of `streams` and see each held at the phase, known so by the gateway and the clients."""
-    holds = [hold for _ in streams for hold in await cluster.hold_any(phase.holder, phase.stage, phase.k)]
-    asked = [Asked(cluster, stream=stream) for stream in streams]
-    caught = await cluster.held(holds, len(asked))
+async def hold_at(cluster: Cluster, phase: Phase, *streams: bool, samples: int = 1) -> Held:
+    """Ask one chat for each of `streams` and see each held at the phase, known so by the gateway and the clients.
+
+    Of a chat with several `samples` each is held.
+    """
+    count = len(streams) * samples
+    holds = [hold for _ in range(count) for hold in await cluster.hold_any(phase.holder, phase.stage, phase.k)]
+    asked = [Asked(cluster, stream=stream, n=samples) for stream in streams]
+    caught = await cluster.held(holds, count)
     if phase.handed_over:
-        await eventually(lambda: _not_handed_over(cluster, len(asked)), 5.0)
+        await eventually(lambda: _not_handed_over(cluster, count), 5.0)
     if phase is TOKEN:
         for each in asked:
             if each.stream:

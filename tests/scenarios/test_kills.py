@@ -12,7 +12,18 @@ import pytest
 from engines.emulator.process import EmulatedServer
 from engines.types import Leg
 from tests.scenarios.cluster import DEFERRED_RELEASE_S, Cluster, eventually
-from tests.scenarios.phases import HANDED_OVER, PHASES, TOKEN, TRANSFER, Asked, Held, Phase, hold_at, noticed
+from tests.scenarios.phases import (
+    HANDED_OVER,
+    PHASES,
+    PREFILL_CHUNK,
+    TOKEN,
+    TRANSFER,
+    Asked,
+    Held,
+    Phase,
+    hold_at,
+    noticed,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -71,6 +82,31 @@ async def test_without_another_pair_there_is_one_clear_error(one_pair: Cluster, 
         else:
             answers[1].check_refused(502, 503)
     await survivors_are_free(one_pair, dead)
+
+
+@each_mode
+async def test_both_servers_of_a_pair_are_killed_at_once(two_pairs: Cluster, stream: bool) -> None:
+    held = await hold_at(two_pairs, PREFILL_CHUNK, stream)
+    await asyncio.gather(*(two_pairs.kill(server) for server in held.pair.values()))
+    answer = await held.asked[0].finish()
+    answer.check_whole(held.asked[0].truth)
+    assert answer.attempts in (2, 3), "the second may be sent before the other server's death is seen"
+    await two_pairs.settled(servers=[server for server in two_pairs.servers if server.returncode is None])
+
+
+@each_mode
+@each_victim
+async def test_one_of_several_choices_is_retried_alone(two_pairs: Cluster, victim: Leg, stream: bool) -> None:
+    """The choices that did not run on the dead server, or had their KV, are not touched."""
+    held = await hold_at(two_pairs, TRANSFER, stream, samples=2)
+    dead = held.pair[victim]
+    await two_pairs.kill(dead)
+    for hold in held.holds:
+        await two_pairs.release(hold)
+    answer = await held.asked[0].finish()
+    assert (answer.status, answer.errors, answer.done) == (200, [], int(stream))
+    assert [answer.text(index) for index in (0, 1)] == [held.asked[0].truth] * 2
+    await survivors_are_free(two_pairs, dead)
 
 
 async def test_the_gauge_agrees_with_the_ledger_while_pages_wait(two_pairs: Cluster) -> None:

@@ -118,3 +118,11 @@ async def test_who_hangs_up_waits_no_more(small: Cluster) -> None:
     for each in asked:
         await each.leave()
     await small.settled(1.0)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_what_no_decode_can_ever_hold_is_refused_at_once(small: Cluster, stream: bool) -> None:
+    refused = await ask(small.http, small.url, chat(new_prompt(2 * POOL_TOKENS), TOKENS, stream=stream))
+    refused.check_refused(400)
+    assert refused.body["error"]["code"] == "context_length_exceeded"
+    await small.settled(1.0)

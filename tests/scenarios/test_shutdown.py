@@ -15,11 +15,14 @@ from tests.scenarios.phases import RESERVED, TOKEN, hold_at, noticed
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
+PATIENCE_S = 0.7
+
 
 async def test_a_gateway_lets_running_answers_finish(one_pair: Cluster) -> None:
     held = await hold_at(one_pair, TOKEN, False, True)
     one_pair.gateway.send_signal(signal.SIGTERM)
     await eventually(lambda: _listens(one_pair), 5.0)
+    await asyncio.sleep(PATIENCE_S)  # it is to wait for what runs, so it is made to wait
     assert one_pair.gateway.returncode is None
     for hold in held.holds:
         await one_pair.release(hold)

@@ -305,8 +305,11 @@ def test_a_leg_that_fails_before_the_commit_is_tried_elsewhere(role: str, how: s
 
 @story
 async def test_role_only_output_of_a_failed_attempt_is_not_seen(world: World) -> None:
-    world.servers.behave = first_calls("d", dying(chat_event(None)))
+    decode = FakeExchange(200, chat_event(None))
+    world.servers.behave = first_calls("d", decode)
+    asyncio.get_running_loop().call_later(0.5, decode.break_off)
     await world.ask()
+    assert len(world.record["attempts"]) == 2
     roles = [each for each in world.events[:-1] if each["choices"] and "role" in each["choices"][0]["delta"]]
     assert len(roles) == 1
 

@@ -61,7 +61,7 @@ async def test_few_steps_say_nothing_of_a_decode() -> None:
 
 @timeless
 async def test_ids_say_nothing_of_bytes_per_token() -> None:
-    gw, _ = await learned_from(Usage(200, 5, None), input_ids=[1] * 200)
+    gw, _ = await learned_from(Usage(100, 5, None), input_ids=[1] * 200)
     assert gw.decider.learned.bytes_per_token("tiny") == 4.0
 
 
