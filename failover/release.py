@@ -108,12 +108,14 @@ async def _abort_until_ended(legs: Held) -> int:
 
 
 async def _watch_until_gone(closed: tuple[Leg, ...], watch: Watch, watch_s: float) -> tuple[Leg, ...]:
+    """Look until all are gone; the legs that were surely still there at the last look."""
     clock = asyncio.get_running_loop().time
     until_s = clock() + watch_s
-    left = set(closed)
+    left = dict.fromkeys(closed, Counted.UNKNOWN)
     while left and clock() < until_s:
         await asyncio.sleep(_WATCH_EVERY_S)
         for leg in tuple(left):
-            if await watch(leg) is Counted.GONE:
-                left.discard(leg)
-    return tuple(sorted(left))
+            left[leg] = await watch(leg)
+            if left[leg] is Counted.GONE:
+                del left[leg]
+    return tuple(sorted(leg for leg, counted in left.items() if counted is Counted.STILL_THERE))

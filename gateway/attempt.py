@@ -19,6 +19,9 @@ from failover.phase import Action, Event, Phase
 from failover.retry import blamed
 from gateway.config import DeadlineConfig
 
+CLIENT_PATIENCE_S = 60.0
+"""How long one write to a client may wait for it: its unread answer holds KV on a decode."""
+
 Frames = Sequence[tuple[EventKind, bytes]]
 
 
@@ -160,7 +163,8 @@ async def _act(
         case Action.WAIT_GRACE:
             progress.timer_s, progress.timer_event = now_s + table.LOSS_GRACE_S, Event.GRACE_PASSED
         case Action.HAND_OVER:
-            progress.silent_since_s = now_s
+            if before is not Phase.STREAMING:  # a late answer of the prefill says nothing of a silent decode
+                progress.silent_since_s = now_s
             observer.handed_over(_prefill_answer(happened))
         case Action.RELAY | Action.FINISH:
             progress.timer_s = None
@@ -178,11 +182,16 @@ def _prefill_answer(happened: LegEvent | None) -> bytes | None:
 
 
 async def _pass_on(run: PairRun, sink: Sink, progress: _Progress) -> None:
-    if progress.kept:
-        frames, progress.kept = progress.kept, []
-        await sink.frames(run.attempt.rid, frames)
-    if progress.phase is Phase.DONE and not run.attempt.stream:
-        await sink.answer(run.attempt.rid, progress.whole)
+    """Give the client what there is; one that takes nothing for CLIENT_PATIENCE_S has gone."""
+    try:
+        async with asyncio.timeout(CLIENT_PATIENCE_S):
+            if progress.kept:
+                frames, progress.kept = progress.kept, []
+                await sink.frames(run.attempt.rid, frames)
+            if progress.phase is Phase.DONE and not run.attempt.stream:
+                await sink.answer(run.attempt.rid, progress.whole)
+    except TimeoutError:
+        raise ConnectionAbortedError(f"the client has read nothing for {CLIENT_PATIENCE_S:g} s") from None
 
 
 def _failed(action: Action, before: Phase, run: PairRun, observer: Observer, progress: _Progress) -> AttemptFailed:

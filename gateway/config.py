@@ -14,6 +14,8 @@ from urllib.parse import SplitResult, urlsplit
 
 from engines.types import H100_70B, PROFILES, EngineId, EngineProfile, EngineSpec, Role
 
+MAX_PROBE_INTERVAL_S = 4.0
+"""A prefill whose bootstrap server was not seen for 5 s gets no new rooms."""
 DEFAULT_BOOTSTRAP_PORT = 8998
 """SGLang's own default; it is always sent, because a server that is told no port assumes its own."""
 
@@ -124,7 +126,9 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     fleet.add_argument(
         "--decode", action="append", default=[], metavar="URL", help="a decode server; may be given again"
     )
-    _add(fleet, "--probe-interval-secs", _seconds, base.fleet.probe_interval_s, "how often each server is probed")
+    _add(
+        fleet, "--probe-interval-secs", _probe_interval, base.fleet.probe_interval_s, "how often each server is probed"
+    )
 
     server = parser.add_argument_group("server")
     _add(server, "--host", str, base.server.host, "address to listen on")
@@ -283,6 +287,13 @@ def _seconds(text: str) -> float:
     value = _seconds_or_0(text)
     if value == 0:
         raise argparse.ArgumentTypeError("must be more than 0 seconds")
+    return value
+
+
+def _probe_interval(text: str) -> float:
+    value = _seconds(text)
+    if value > MAX_PROBE_INTERVAL_S:
+        raise argparse.ArgumentTypeError(f"must be at most {MAX_PROBE_INTERVAL_S:g} seconds")
     return value
 
 

@@ -180,7 +180,7 @@ class Decider:
             if waiter is not None and not waiter.decided.done():
                 waiter.decided.set_exception(
                     overloaded(
-                        f"no decode had room for {request.kv_tokens} tokens in time",
+                        f"no pair had room for {request.kv_tokens} tokens in time",
                         retry_after_s=self.retry_after_s(),
                     )
                 )

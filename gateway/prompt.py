@@ -61,7 +61,7 @@ def _namespace(api: Api, unit: Unit, model: str, facts: EngineFacts | None, exac
     salts = [str(unit.body.get(name) or "") for name in ("cache_salt", "extra_key")]
     cache_format = facts.cache_format if facts is not None else None
     return Namespace(
-        tenant_or_salt="\0".join(salts) if any(salts) else "",
+        tenant_or_salt="".join(f"{len(salt)}:{salt}" for salt in salts) if any(salts) else "",
         model=model,
         weight_version=facts.weight_version if facts is not None else "",
         tokenizer="token ids" if exact else "template" if api is Api.CHAT else "plain",

@@ -6,11 +6,12 @@ Glue between `failover/release.py` and the fleet. One named task per attempt tha
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 from engines.fleet import Fleet
 from engines.pair import PairRun
 from engines.tasks import spawn
-from engines.types import EngineView, Leg, Role
+from engines.types import EngineId, EngineLoad, EngineView, Leg, Role
 from failover.monitor import Monitor
 from failover.release import Counted, release
 from gateway.bookings import Bookings
@@ -29,6 +30,7 @@ class Releaser:
         self._monitor = monitor
         self._metrics = metrics
         self._tasks: set[asyncio.Task[None]] = set()
+        self._on_engine: Counter[EngineId] = Counter()
 
     def let_go(self, run: PairRun, *, whole: bool) -> None:
         """Take over a run. `whole`: the answer had come, so that only the prefill's answer may be outstanding."""
@@ -53,31 +55,41 @@ class Releaser:
     async def _release(self, run: PairRun, whole: bool) -> None:
         views = {leg: run.attempt.view(leg) for leg in Leg}
 
-        async def watch(leg: Leg) -> Counted:
-            return self._counted(views[leg])
+        before = {leg: self._fleet.view(view.engine_id).load for leg, view in views.items()}
 
+        async def watch(leg: Leg) -> Counted:
+            return self._counted(views[leg], before[leg])
+
+        engines = [view.engine_id for view in views.values()]
+        self._on_engine.update(engines)
         try:
             if whole and await run.wait_ended(_ANSWER_GRACE_S):
                 return
             released = await release(run, watch)
         finally:
+            self._on_engine.subtract(engines)
             for leg in run.open_legs:  # only when this task itself is cancelled
                 run.close(leg)
         self._metrics.released(released.seconds, released.aborts)
         for leg in released.leaking:
             self._monitor.leak_found(views[leg].engine_id)
 
-    def _counted(self, view: EngineView) -> Counted:
-        """Whether the server has more requests than this gateway has sent it; loads are refreshed by the monitor."""
+    def _counted(self, view: EngineView, before: EngineLoad | None) -> Counted:
+        """Whether the server has more requests than this gateway has sent it; loads are refreshed by the monitor.
+
+        More than this gateway has sent and is releasing come from somebody else, and then nothing can be said.
+        """
         now = self._fleet.view(view.engine_id)
         if now.epoch != view.epoch:
             return Counted.GONE
-        if now.load is None or now.load == view.load:
+        if now.load is None or now.load is before:
             return Counted.UNKNOWN
         sent = (
             self._bookings.prefill_requests(view.engine_id)
             if view.spec.role is Role.PREFILL
             else self._bookings.decode_requests(view.engine_id)
         )
-        counted = now.load.running_requests + now.load.waiting_requests
-        return Counted.GONE if counted <= sent else Counted.STILL_THERE
+        unexplained = now.load.running_requests + now.load.waiting_requests - sent
+        if unexplained <= 0:
+            return Counted.GONE
+        return Counted.STILL_THERE if unexplained <= self._on_engine[view.engine_id] else Counted.UNKNOWN

@@ -6,6 +6,7 @@ carries output, and status line, role event and first content leave in one write
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -19,6 +20,8 @@ from gateway.errors import GatewayError
 from gateway.openai_api import Api, ParsedRequest
 
 _SILENT = (EventKind.ROLE_ONLY, EventKind.COMMENT)
+_LAST_WORDS_S = 5.0
+"""How long a client may take to read that its stream has failed."""
 _STREAM_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
 _JSON_HEADERS = {"content-type": "application/json"}
 
@@ -67,8 +70,12 @@ class Reply:
 
     async def fail(self, error: GatewayError) -> None:
         """End a committed stream with one clear error event, and no terminator: that one means whole."""
-        await self.client.write(sse.error_event(error.message, error.kind, error.code, error.param))
-        await self.client.end()
+        try:
+            async with asyncio.timeout(_LAST_WORDS_S):
+                await self.client.write(sse.error_event(error.message, error.kind, error.code, error.param))
+                await self.client.end()
+        except TimeoutError:
+            raise ConnectionAbortedError("the client does not read") from None
 
 
 class UnitSink(Sink, Protocol):
@@ -161,7 +168,9 @@ class MergedSink:
         for kind, frame in frames:
             if kind in (EventKind.DONE, EventKind.COMMENT):
                 continue
-            chunk = orjson.loads(data_of(frame))
+            chunk = _parsed(frame)
+            if chunk is None:
+                continue  # nothing of several answers can be put together with what is no JSON object
             if (found := usage_of(chunk)) is not None:
                 self.usage = found
             if reply.request.api is Api.GENERATE:
@@ -188,6 +197,14 @@ class MergedSink:
         self._held.clear()
 
 
+def _parsed(frame: bytes) -> dict[str, Any] | None:
+    try:
+        parsed = orjson.loads(data_of(frame))
+    except orjson.JSONDecodeError:
+        return None
+    return parsed if isinstance(parsed, dict) else None
+
+
 def _usage_in(frame: bytes) -> Usage | None:
-    parsed = orjson.loads(data_of(frame))
-    return usage_of(parsed) if isinstance(parsed, dict) else None
+    parsed = _parsed(frame)
+    return None if parsed is None else usage_of(parsed)

@@ -11,7 +11,7 @@ from engines.pair import LegAnswer, LegEvent, LegFailed, LegOutput
 from engines.sse_frames import EventKind
 from engines.types import FailureKind, Leg, Outcome, Stage
 from failover.phase import HOLD_S, LOSS_GRACE_S
-from gateway.attempt import AttemptFailed, Frames, follow
+from gateway.attempt import CLIENT_PATIENCE_S, AttemptFailed, Frames, follow
 from gateway.config import DeadlineConfig
 from tests.fakes import attempt, now_s, timeless
 
@@ -296,6 +296,12 @@ async def test_a_slow_client_is_no_stall() -> None:
     told, error, _ = await see((0.1, P_DONE), (0.2, out("a")), (5.0, out("b")), (5.1, D_DONE), slow_s=4.0)
     assert error is None
     assert told.text == b"ab"
+
+
+@timeless
+async def test_a_client_that_reads_nothing_does_not_hold_a_decode_for_ever() -> None:
+    with pytest.raises(ConnectionError, match="read nothing"):
+        await see((0.1, P_DONE), (0.2, out("a")), (0.3, D_DONE), slow_s=CLIENT_PATIENCE_S + 1, within_s=1000.0)
 
 
 @timeless
