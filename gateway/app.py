@@ -32,6 +32,7 @@ from gateway.decider import Decider
 from gateway.explain import ExplainRing
 from gateway.http_server import make_app
 from gateway.learned import Learned
+from gateway.live import LiveRequests
 from gateway.observability import Metrics
 from gateway.releaser import Releaser
 from gateway.tracing import Tracing
@@ -103,6 +104,7 @@ def build(config: Config) -> Gateway:
         poison=PoisonGuard(),
         rooms=RoomMaker(Random(ids.getrandbits(64))),
         rng=Random(ids.getrandbits(64)),
+        live=LiveRequests(),
         explain=ExplainRing(config.explain.ring),
         metrics=metrics,
         tracing=Tracing(),

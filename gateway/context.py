@@ -15,6 +15,7 @@ from failover.poison import PoisonGuard
 from gateway.config import Config
 from gateway.decider import Decider
 from gateway.explain import ExplainRing
+from gateway.live import LiveRequests
 from gateway.observability import Metrics
 from gateway.releaser import Releaser
 from gateway.tracing import Tracing
@@ -38,6 +39,7 @@ class Gateway:
     poison: PoisonGuard
     rooms: RoomMaker
     rng: Random
+    live: LiveRequests
     explain: ExplainRing
     metrics: Metrics
     tracing: Tracing

@@ -14,9 +14,10 @@ from collections.abc import Awaitable, Callable, Mapping
 import orjson
 from aiohttp import web
 
-from gateway import admin_api, auth, lifecycle
+from gateway import admin_api, auth, lifecycle, relay
 from gateway.context import Gateway
 from gateway.errors import GatewayError
+from gateway.live import wanted_rid
 from gateway.openai_api import Api
 
 _log = logging.getLogger("pdgate.http")
@@ -45,6 +46,7 @@ def make_app(gw: Gateway) -> web.Application:
         app.router.add_post(api.value, _generation(gw, api))
     for path in _RELAYED:
         app.router.add_post(path, _relay(gw, path))
+    app.router.add_post("/abort_request", _abort(gw))
     for path in _NOT_ON_PAIRS:
         app.router.add_route("*", path, _not_built)
     admin_api.add_routes(app, gw)
@@ -67,8 +69,19 @@ def _relay(gw: Gateway, path: str) -> _Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         auth.check(gw.config.server.api_key, request.headers)
         body = await _body(request, gw.config.server.max_payload_bytes)
-        status, answer = await lifecycle.relay(gw, path, body)
+        status, answer = await relay.relay(gw, path, body)
         return web.Response(status=status, body=answer, content_type="application/json")
+
+    return handle
+
+
+def _abort(gw: Gateway) -> _Handler:
+    """`/abort_request` as SGLang has it, by the id of an answer or the rid its client had asked for: always 200."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        auth.check(gw.config.server.api_key, request.headers)
+        rid = wanted_rid(await _body(request, gw.config.server.max_payload_bytes))
+        return web.json_response({"aborted": gw.live.abort(rid)})
 
     return handle
 

@@ -18,7 +18,7 @@ import pytest
 import uvloop
 from aiohttp import web
 
-from gateway import lifecycle
+from gateway import lifecycle, relay
 from gateway.config import ServerConfig
 from gateway.context import Gateway
 from gateway.errors import bad_request, overloaded
@@ -582,10 +582,10 @@ async def test_a_slow_client_holds_its_stream_back(edge: Edge) -> None:
 
 
 async def test_a_relayed_call_keeps_status_and_body(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def relay(gw: Gateway, path: str, body: bytes) -> tuple[int, bytes]:
+    async def answer(gw: Gateway, path: str, body: bytes) -> tuple[int, bytes]:
         assert (path, body) == ("/tokenize", b'{"text":"hi"}')
         return 422, b'{"tokens":[1]}'
 
-    monkeypatch.setattr(lifecycle, "relay", relay)
+    monkeypatch.setattr(relay, "relay", answer)
     answer = await ask(edge, post(b'{"text":"hi"}', "/tokenize"))
     assert (answer.status, answer.body, answer.headers["content-type"]) == (422, b'{"tokens":[1]}', "application/json")

@@ -13,7 +13,7 @@ from engines import tasks
 from engines.errors import UpstreamError
 from engines.sse_frames import FrameDecoder, data_of
 from engines.types import EngineId, FailureKind, Health
-from gateway import lifecycle
+from gateway import lifecycle, relay
 from gateway.app import started
 from gateway.config import DeadlineConfig, RetryConfig
 from gateway.context import Gateway
@@ -505,7 +505,7 @@ async def test_one_failed_sample_ends_the_others(world: World) -> None:
 @story
 async def test_a_relayed_call_goes_to_the_first_server_that_is_up(world: World) -> None:
     world.servers.down.add("http://p0")
-    assert (await lifecycle.relay(world.gw, "/tokenize", b"{}"))[0] == 200
+    assert (await relay.relay(world.gw, "/tokenize", b"{}"))[0] == 200
     assert world.servers.fetched[-1][1] == "http://p1/tokenize"
 
 
@@ -516,7 +516,7 @@ async def test_a_relayed_call_that_may_have_been_done_is_not_repeated(world: Wor
 
     world.servers.fetch = lost  # type: ignore[method-assign]
     with pytest.raises(GatewayError) as caught:
-        await lifecycle.relay(world.gw, "/tokenize", b"{}")
+        await relay.relay(world.gw, "/tokenize", b"{}")
     assert (caught.value.status, caught.value.definite) == (502, False)
 
 
@@ -524,5 +524,5 @@ async def test_a_relayed_call_that_may_have_been_done_is_not_repeated(world: Wor
 async def test_a_relayed_call_without_servers_is_a_503(world: World) -> None:
     world.servers.down.update(f"http://{name}" for name in ("p0", "p1", "d0", "d1"))
     with pytest.raises(GatewayError) as caught:
-        await lifecycle.relay(world.gw, "/tokenize", b"{}")
+        await relay.relay(world.gw, "/tokenize", b"{}")
     assert caught.value.status == 503

@@ -1,0 +1,79 @@
+"""What the steps of one request share, and who is told how it goes on: decider, monitor, metrics, record, log."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from opentelemetry.trace import Span
+
+from engines.types import FailureKind, Leg, Outcome
+from gateway.context import Gateway
+from gateway.decider import Decision
+from gateway.explain import AttemptRecord, Record
+from gateway.observability import log_request
+from gateway.openai_api import ParsedRequest
+from gateway.reply import Reply
+
+
+@dataclass(slots=True)
+class Story:
+    """One request under way. Times are of the loop's clock."""
+
+    request: ParsedRequest
+    model: str
+    reply: Reply
+    record: Record
+    span: Span
+    arrival_s: float
+    deadline_s: float
+
+
+class AttemptObserver:
+    """Tells the decider, the metrics and the record how one attempt goes on."""
+
+    def __init__(self, gw: Gateway, decision: Decision, note: AttemptRecord, story: Story) -> None:
+        self._gw, self._decision, self._note, self._story = gw, decision, note, story
+
+    def handed_over(self, prefill_answer: bytes | None) -> None:
+        if self._note.handed_over_s is None:
+            self._note.handed_over_s = asyncio.get_running_loop().time() - self._story.arrival_s
+        cached = None if prefill_answer is None else self._gw.strategy.cached_tokens(prefill_answer)
+        self._gw.decider.handed_over(self._decision, cached)
+
+    def first_output(self) -> None:
+        self._note.first_output_s = asyncio.get_running_loop().time() - self._story.arrival_s
+        self._gw.metrics.first_output(self._note.first_output_s)
+
+    def progress(self, leg: Leg, now_s: float) -> None:
+        self._gw.monitor.progress(self._decision.pair[leg is Leg.DECODE], now_s)
+
+    def noted(self, outcome: Outcome) -> None:
+        self._note.outcomes.append(outcome)
+        self._gw.metrics.leg_failed(outcome)
+        silent = outcome.kind is FailureKind.TIMEOUT and asyncio.get_running_loop().time() < self._story.deadline_s
+        if silent:  # what else fails on a leg, the run tells the monitor itself
+            self._gw.monitor.leg_failed(outcome)
+
+
+def identity_headers(record: Record) -> dict[str, str]:
+    """The headers that tell a client (and its operator) where its answer came from."""
+    headers = {"x-pdgate-request-id": record.request_id, "x-pdgate-attempts": str(record.total_attempts)}
+    if record.attempts:
+        last = record.attempts[-1].decision
+        headers["x-pdgate-prefill"] = last.prefill.engine_id
+        headers["x-pdgate-decode"] = last.decode.engine_id
+    return headers
+
+
+def close_story(gw: Gateway, record: Record, span: Span) -> None:
+    """The request is over: count it, log its line, end its span."""
+    seconds = asyncio.get_running_loop().time() - record.arrival_s
+    status = record.status or 500
+    pair = record.attempts[-1].decision.pair if record.attempts else None
+    gw.metrics.request(record.api, status)
+    log_request(record.request_id, record.api, status, seconds, record.total_attempts, pair, record.error)
+    span.set_attributes({"http.response.status_code": status, "pdgate.attempts": record.total_attempts})
+    if pair is not None:
+        span.set_attributes({"pdgate.prefill": pair[0], "pdgate.decode": pair[1]})
+    span.end()

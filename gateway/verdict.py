@@ -1,0 +1,89 @@
+"""After a failed attempt: whether the request is tried again, and what its client is told if not."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from failover import retry
+from failover.retry import Fault, Verdict
+from gateway import openai_api
+from gateway.admission import fingerprint
+from gateway.attempt import AttemptFailed
+from gateway.context import Gateway
+from gateway.decider import Decision
+from gateway.errors import GatewayError, upstream_failed
+from gateway.openai_api import Unit
+
+
+@dataclass(slots=True)
+class Tries:
+    """What one engine request has been through."""
+
+    attempts: int = 0
+    deaths: int = 0
+    own_faults: int = 0
+    last: tuple[AttemptFailed, retry.Decision] | None = None
+
+
+async def judge(
+    gw: Gateway,
+    tries: Tries,
+    decision: Decision,
+    failed: AttemptFailed,
+    *,
+    committed: bool,
+    deadline_s: float,
+) -> retry.Decision:
+    """Whether the request is tried again after this failure."""
+    tries.attempts += 1
+    tries.deaths += await _died(gw, failed)
+    tries.own_faults += retry.classify(failed.outcome) is Fault.OURS
+    history = retry.History(
+        tries.attempts,
+        gw.config.retry.max_attempts,
+        committed,
+        tries.deaths,
+        tries.own_faults,
+        deadline_s - asyncio.get_running_loop().time(),
+    )
+    return retry.decide(failed.outcome, decision.pair, history)
+
+
+async def _died(gw: Gateway, failed: AttemptFailed) -> bool:
+    """Whether a server ended under this attempt: its connection broke, and it is gone or another process now."""
+    broken = [outcome for outcome in failed.outcomes if retry.may_be_a_death(outcome)]
+    for outcome in broken:
+        if not await gw.monitor.probe_now(outcome.engine_id):
+            return True
+    return False
+
+
+def final_error(gw: Gateway, unit: Unit, failed: AttemptFailed, verdict: retry.Decision) -> GatewayError:
+    """The answer after the last attempt."""
+    outcome = failed.outcome
+    if verdict.fault is Fault.OURS:
+        gw.metrics.own_fault()
+    match verdict.verdict:
+        case Verdict.TO_CLIENT:
+            error = openai_api.engine_error_to_openai(outcome.status or 400, outcome.message.encode())
+            error.stage = outcome.stage
+            return error
+        case Verdict.POISON_SUSPECTED:
+            gw.poison.refuse(fingerprint(unit), asyncio.get_running_loop().time())
+            code, status, text = "poison_suspected", 502, "two servers ended while they worked on this request"
+        case Verdict.OUT_OF_TIME:
+            code, status, text = "deadline_exceeded", 504, f"out of time: {outcome.message}"
+        case _ if verdict.fault is Fault.OPERATOR:
+            code, status, text = "engine_misconfigured", 502, f"the {outcome.leg} server refused the gateway's call"
+        case _:
+            code, status = "engine_failed", 502
+            text = f"the {outcome.leg} server failed ({outcome.kind}, {outcome.stage}): {outcome.message}"
+    return upstream_failed(
+        text,
+        code=code,
+        stage=outcome.stage,
+        definite=outcome.definite,
+        status=status,
+        retry=verdict.verdict is not Verdict.POISON_SUSPECTED,
+    )

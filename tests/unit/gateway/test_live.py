@@ -1,0 +1,68 @@
+"""Requests under way: found by each of their names, aborted once, and never mistaken for a client that left."""
+
+import asyncio
+
+import pytest
+
+from gateway.errors import GatewayError
+from gateway.live import LiveRequests, wanted_rid
+
+
+async def for_ever() -> None:
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("name", ["public", "asked-for"])
+async def test_an_abort_ends_the_request_with_an_error_of_its_own(name: str) -> None:
+    live = LiveRequests()
+    task = asyncio.ensure_future(live.run(("public", "asked-for"), for_ever()))
+    await asyncio.sleep(0)
+    assert len(live) == 1
+    assert live.abort(name) == 1
+    assert live.abort(name) == 0, "once is enough"
+    with pytest.raises(GatewayError) as raised:
+        await task
+    assert (raised.value.status, raised.value.code) == (499, "aborted")
+    assert len(live) == 0
+
+
+async def test_a_client_that_leaves_is_no_abort() -> None:
+    live = LiveRequests()
+    task = asyncio.ensure_future(live.run(("public",), for_ever()))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert len(live) == 0
+
+
+async def test_a_client_that_leaves_during_an_abort_has_left() -> None:
+    live = LiveRequests()
+    task = asyncio.ensure_future(live.run(("public",), for_ever()))
+    await asyncio.sleep(0)
+    live.abort("public")
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_names_may_be_shared_and_unknown_ones_end_nothing() -> None:
+    live = LiveRequests()
+    tasks = [asyncio.ensure_future(live.run((f"id-{number}", "shared"), for_ever())) for number in range(2)]
+    await asyncio.sleep(0)
+    assert live.abort("nobody") == 0
+    assert live.abort("id") == 0, "exact names only"
+    assert live.abort("id-0") == 1
+    assert live.abort("shared") == 1
+    ended = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(error, GatewayError) for error in ended)
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"{}", b'{"rid":""}', b'{"rid":7}', b'{"abort_all":true}'])
+def test_a_rid_is_needed(raw: bytes) -> None:
+    with pytest.raises(GatewayError, match="rid"):
+        wanted_rid(raw)
+
+
+def test_the_rid() -> None:
+    assert wanted_rid(b'{"rid":"x","abort_all":false}') == "x"
