@@ -73,13 +73,15 @@ class StreamReply:
         transport = self._transport
         if transport is not None and transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             return
-        if self._fault is not None and len(live.output.ids) >= max(1, self._fault.after_tokens):
-            self._write(self._events(live))
-            self._break_off(self._fault)
-            return
         self._write(self._events(live))
+        if (fault := self._due(live)) is not None:
+            self._break_off(fault)
 
     def ended(self, live: Live, end: End) -> None:
+        if end.status is None and (fault := self._due(live)) is not None:
+            self._write(self._events(live))
+            self._break_off(fault)
+            return
         events = b"" if end.status is not None else self._events(live)
         self._open -= 1
         events += self._form.end(live, end)
@@ -88,6 +90,11 @@ class StreamReply:
         self._write(events)
         if not self._open and not self.done.done() and not self._silent:
             self.done.set_result(None)
+
+    def _due(self, live: Live) -> Fault | None:
+        """The fault of this stream, once it has the tokens the fault waits for."""
+        due = self._fault is not None and len(live.output.ids) >= max(1, self._fault.after_tokens)
+        return self._fault if due else None
 
     def detach(self) -> None:
         """The client is gone: write no more."""
@@ -125,5 +132,7 @@ class StreamReply:
             self.done.cancel()
         self._fault = None
         self._silent = True
+        if not self.first.done():
+            self.first.set_result(None)
         if fault.name != "stall":
             self._abort()

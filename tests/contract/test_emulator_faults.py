@@ -296,6 +296,19 @@ async def test_stream_faults(fleet: EmuFleet, fault: str) -> None:
     assert (b"[DONE]" in data) == (b'"error"' in data) == (fault == "error_event")
 
 
+@pytest.mark.parametrize("fault", ["truncate_stream", "error_event"])
+async def test_stream_faults_reach_a_prefills_only_token(fleet: EmuFleet, fault: str) -> None:
+    await fleet.post(fleet.prefill, "/emulator/fault", {"fault": fault, "after_tokens": 1})
+    full = fleet.with_room({"prompt": "x", "max_tokens": 5, "stream": True})
+    decode = asyncio.ensure_future(fleet.post(fleet.decode, "/v1/completions", full))
+    if fault == "truncate_stream":
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await fleet.post(fleet.prefill, "/v1/completions", full)
+    else:
+        assert "injected" in (await fleet.post(fleet.prefill, "/v1/completions", full)).text
+    await decode
+
+
 async def test_request_faults(fleet: EmuFleet) -> None:
     await fleet.post(fleet.decode, "/emulator/fault", {"fault": "status", "status": 503, "count": 2})
     statuses = [(await fleet.post(fleet.decode, "/generate", fleet.with_room(SHORT))).status for _ in range(2)]

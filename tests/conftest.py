@@ -1,0 +1,17 @@
+"""Hooks for the whole suite."""
+
+import gc
+
+import pytest
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """No garbage collection while test files are parsed.
+
+    CPython 3.11 raises `SystemError: AST constructor recursion depth mismatch` when one runs Python code in the middle.
+    """
+    gc.disable()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.enable()
