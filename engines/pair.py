@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from engines.base import Attempt, Call, Fault, Order, PairStrategy
 from engines.errors import UpstreamError
-from engines.sse_frames import EventKind, FrameDecoder, event_kind
+from engines.sse_frames import FRAME_LIMIT_BYTES, EventKind, FrameDecoder, event_kind
 from engines.tasks import spawn
 from engines.types import FailureKind, Leg, Outcome, Stage
 from engines.upstream import Exchange, Upstream
@@ -24,6 +24,7 @@ _ANSWER_LIMIT_BYTES = 256 * 1024 * 1024
 _UNREAD_OUTPUTS = 16
 """Outputs of the decode that may wait for a slow client before its socket is left unread."""
 _ABORT_TIMEOUT_S = 2.0
+_FAILURES = (EventKind.ERROR, EventKind.ABORT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,36 +147,44 @@ class PairRun:
         return self._strategy.decode_call(self.attempt, await self._prefill_answer)
 
     async def _read(self, leg: Leg, exchange: Exchange) -> None:
-        if exchange.status == 200 and self.attempt.stream:
+        is_stream = exchange.headers.get("content-type", "").startswith("text/event-stream")
+        if exchange.status == 200 and self.attempt.stream and is_stream:
             await self._read_stream(leg, exchange)
             return
         body = await exchange.read(_ANSWER_LIMIT_BYTES)
-        if (fault := self._strategy.judge(leg, exchange.status, body)) is not None:
+        if exchange.status == 200 and self.attempt.stream:
+            self._fail(leg, Fault(FailureKind.GARBLED, "it answered a stream with something else"))
+        elif (fault := self._strategy.judge(leg, exchange.status, body)) is not None:
             self._fail(leg, fault)
         else:
             self._answer(leg, body)
 
     async def _read_stream(self, leg: Leg, exchange: Exchange) -> None:
-        """The events of a leg; it is answered at the terminator, whatever becomes of the connection after that."""
+        """The events of a leg; it has answered, or failed, at its first end, whatever comes after that."""
         decoder = FrameDecoder()
         kept: list[bytes] = []
-        failed = whole = False
+        finished = over = False
         try:
             async for chunk in exchange.chunks():
-                frames = [(event_kind(frame), frame) for frame in decoder.feed(chunk)]
-                for index, (kind, frame) in enumerate(frames):
-                    if kind in (EventKind.ERROR, EventKind.ABORT) and not failed:
-                        failed = True
-                        await self._output(leg, frames[:index], kept)
-                        self._fail(leg, self._strategy.frame_fault(frame))
-                if not (failed or whole):
+                frames = [] if over else _until_end(decoder.feed(chunk))
+                last, frame = frames[-1] if frames else (EventKind.COMMENT, b"")
+                finished = finished or any(kind is EventKind.FINISH for kind, _ in frames)
+                if last in _FAILURES:
+                    over = True
+                    await self._output(leg, frames[:-1], kept)
+                    self._fail(leg, self._strategy.frame_fault(frame))
+                elif last is EventKind.DONE and not finished:
+                    over = True
+                    self._fail(leg, Fault(FailureKind.GARBLED, "the stream ended without a finish_reason"))
+                else:
                     await self._output(leg, frames, kept)
-                    if whole := any(kind is EventKind.DONE for kind, _ in frames):
+                    if last is EventKind.DONE:
+                        over = True
                         self._answer(leg, b"".join(kept))
         except UpstreamError:
-            if not (failed or whole):  # else the loss is no news
+            if not over:  # else the loss is no news
                 raise
-        if not (failed or whole):
+        if not over:
             self._fail(leg, Fault(FailureKind.TRUNCATED, "the stream ended without [DONE]"))
 
     async def _output(self, leg: Leg, frames: list[tuple[EventKind, bytes]], kept: list[bytes]) -> None:
@@ -184,6 +193,8 @@ class PairRun:
             return
         if leg is Leg.PREFILL:
             kept.extend(frame for _, frame in frames)
+            if sum(map(len, kept)) > FRAME_LIMIT_BYTES:
+                raise UpstreamError(FailureKind.GARBLED, "a prefill's stream without end")
             return
         if not self._dropping:
             await self._credits.acquire()
@@ -206,3 +217,14 @@ class PairRun:
         )
         self._on_failure(outcome)
         self._events.put_nowait(LegFailed(outcome))
+
+
+def _until_end(frames: Sequence[bytes]) -> list[tuple[EventKind, bytes]]:
+    """The events up to the first that ends a stream, well or badly, each with its kind; comments are left out."""
+    kinds: list[tuple[EventKind, bytes]] = []
+    for frame in frames:
+        if (kind := event_kind(frame)) is not EventKind.COMMENT:
+            kinds.append((kind, frame))
+        if kind is EventKind.DONE or kind in _FAILURES:
+            break
+    return kinds

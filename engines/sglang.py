@@ -11,6 +11,7 @@ from typing import Any
 
 import orjson
 
+from engines import sglang_facts as about
 from engines import sglang_wire as wire
 from engines.base import Attempt, Call, Fault, Order, Probe
 from engines.errors import UpstreamError
@@ -100,7 +101,7 @@ class SglangEngine:
 
     async def load(self, spec: EngineSpec, timeout_s: float) -> EngineLoad | None:
         try:
-            return wire.load_of(await self._json(spec.url + "/v1/loads", timeout_s))
+            return about.load_of(await self._json(spec.url + "/v1/loads", timeout_s))
         except (UpstreamError, ValueError, TypeError):
             return None
 
@@ -115,7 +116,7 @@ class SglangEngine:
         if spec.role is not Role.PREFILL:
             return ()
         base = f"http://{spec.bootstrap_host}:{spec.bootstrap_port or _DEFAULT_BOOTSTRAP_PORT}"
-        reply = await self._upstream.fetch("GET", base + wire.ROUTE_PROBE, timeout_s=timeout_s)
+        reply = await self._upstream.fetch("GET", base + about.ROUTE_PROBE, timeout_s=timeout_s)
         if reply.status != 200:
             raise ValueError(f"the bootstrap server {base} answers {reply.status} to /route")
         topology = _object(reply.body, "/route")
@@ -132,10 +133,10 @@ class SglangEngine:
     async def _facts(self, spec: EngineSpec, ranks: tuple[str, ...], timeout_s: float) -> EngineFacts:
         server_info = await self._json(spec.url + "/server_info", timeout_s)
         model_info = await self._json(spec.url + "/model_info", timeout_s)
-        role = wire.role_of(server_info)
+        role = about.role_of(server_info)
         if role != spec.role.value:
             raise ValueError(f"it was started as {role}, not as {spec.role.value} (--disaggregation-mode)")
-        return wire.facts_of(server_info, model_info, ranks)
+        return about.facts_of(server_info, model_info, ranks)
 
     async def _status(self, url: str, timeout_s: float) -> int:
         return (await self._upstream.fetch("GET", url, headers=self._headers, timeout_s=timeout_s)).status

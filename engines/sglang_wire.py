@@ -1,4 +1,4 @@
-"""SGLang 0.5.x on the wire: request bodies, rooms and rids, the poison table, replies read into our types. Pure.
+"""SGLang 0.5.x on the wire: request bodies, rooms and rids, the poison table, what answers mean. Pure.
 
 Everything that a body sent to an SGLang server may hold is decided here. The builder writes the three bootstrap
 fields together: a decode that gets a room without a host dies.
@@ -6,19 +6,15 @@ fields together: a decode that gets a room without a host dies.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import orjson
 
-from engines.types import CacheFormat, EngineFacts, EngineLoad, FailureKind
-
-ROUTE_PROBE = "/route?prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
-"""Answers a prefill's topology once all of its ranks have registered, and 503 before."""
+from engines.types import FailureKind
 
 RID_CHARS = 32
 _PROCESS_BITS, _COUNTER_BITS, _SLOT_BITS = 20, 33, 10
@@ -95,7 +91,7 @@ POISON_TABLE = (
     Poison("beam_width", "beam search is not supported on a prefill/decode pair; leave it out or send 1"),
     Poison("integer", "integers must fit into 64 bits"),
 )
-_ROWS = {row.field: row for row in POISON_TABLE}
+_INTEGER = POISON_TABLE[-1]
 
 
 def poison(body: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -103,19 +99,24 @@ def poison(body: Mapping[str, Any]) -> tuple[str, str] | None:
 
     `body` is one engine request of any of the three generation routes; `sampling_params` is looked into.
     """
+    return poisonous_field(body) or poisonous_integer(body)
+
+
+def poisonous_field(body: Mapping[str, Any]) -> tuple[str, str] | None:
+    """`poison` by the named rows of the table alone; its cost does not grow with the body."""
     params = body.get("sampling_params")
     inner: Mapping[str, Any] = params if isinstance(params, dict) else {}
-    for name, prefix, source in _fields(body, inner):
-        if (row := _ROWS.get(name)) is not None and _is_poison(name, source[name], source, body):
-            return prefix + name, row.reason
-    if (path := _oversized_integer(body)) is not None:
-        return path, _ROWS["integer"].reason
+    for source, prefix in ((body, ""), (inner, "sampling_params.")):
+        for row in POISON_TABLE:
+            if row.field in source and _is_poison(row.field, source[row.field], source, body):
+                return prefix + row.field, row.reason
     return None
 
 
-def _fields(body: Mapping[str, Any], inner: Mapping[str, Any]) -> Iterable[tuple[str, str, Mapping[str, Any]]]:
-    yield from ((name, "", body) for name in body)
-    yield from ((name, "sampling_params.", inner) for name in inner)
+def poisonous_integer(body: Mapping[str, Any]) -> tuple[str, str] | None:
+    """`poison` by integers beyond 64 bits, wherever they are in the body: looks at all of it."""
+    path = _oversized_integer(body)
+    return None if path is None else (path, _INTEGER.reason)
 
 
 def _is_poison(name: str, value: Any, source: Mapping[str, Any], body: Mapping[str, Any]) -> bool:
@@ -135,6 +136,8 @@ def _is_poison(name: str, value: Any, source: Mapping[str, Any], body: Mapping[s
             return _number(value) > 0 and seeded
         case "return_sampling_mask":
             return bool(value)
+        case "integer":
+            return False  # no field, but a rule for all
         case _:
             return value is not None
 
@@ -267,7 +270,7 @@ def abort_reason(answer: Mapping[str, Any]) -> tuple[str, int | None] | None:
 
 def judge_answer(status: int, body: bytes) -> tuple[FailureKind, str, int | None] | None:
     """What is wrong with a whole non-streamed answer: (kind, message, status), or None for a good one."""
-    if status >= 400:
+    if status != 200:
         return FailureKind.STATUS, error_text(body), status
     try:
         parsed = orjson.loads(body)
@@ -277,9 +280,17 @@ def judge_answer(status: int, body: bytes) -> tuple[FailureKind, str, int | None
         return FailureKind.GARBLED, "the answer is not a JSON object", status
     if (reason := abort_reason(parsed)) is not None:
         return FailureKind.ABORTED, reason[0], reason[1]
-    if not isinstance(parsed.get("choices"), list) and not isinstance(parsed.get("meta_info"), dict):
-        return FailureKind.GARBLED, "the answer has neither choices nor meta_info", status
+    if not (_has_finished_choices(parsed) or isinstance(parsed.get("meta_info"), dict)):
+        return FailureKind.GARBLED, "the answer has neither finished choices nor meta_info", status
     return None
+
+
+def _has_finished_choices(answer: Mapping[str, Any]) -> bool:
+    """Whether an OpenAI answer has choices, each of which came to an end."""
+    choices = answer.get("choices")
+    if not isinstance(choices, list) or not choices:
+        return False
+    return all(isinstance(choice, dict) and choice.get("finish_reason") for choice in choices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,16 +303,25 @@ class Usage:
 
 
 def usage_of(answer: Mapping[str, Any]) -> Usage | None:
-    """Token counts of a whole answer, of a usage event, or of a /generate chunk; None where it has none."""
+    """Token counts of a whole answer, of a usage event, or of a /generate chunk; None where none make sense."""
     usage = answer.get("usage")
     if isinstance(usage, dict):
         details = usage.get("prompt_tokens_details")
         cached = details.get("cached_tokens") if isinstance(details, dict) else None
-        return Usage(int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0), cached)
+        return _usage(usage, cached)
     meta = answer.get("meta_info")
-    if isinstance(meta, dict) and "prompt_tokens" in meta:
-        return Usage(int(meta["prompt_tokens"]), int(meta.get("completion_tokens") or 0), meta.get("cached_tokens"))
-    return None
+    return _usage(meta, meta.get("cached_tokens")) if isinstance(meta, dict) else None
+
+
+def _usage(counts: Mapping[str, Any], cached: Any) -> Usage | None:
+    prompt, completion = counts.get("prompt_tokens"), counts.get("completion_tokens") or 0
+    if not (_is_count(prompt) and _is_count(completion)):
+        return None
+    return Usage(prompt, completion, cached if _is_count(cached) else None)
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
+    return type(value) is int and value >= 0
 
 
 def cached_tokens(answer: bytes) -> int | None:
@@ -312,89 +332,3 @@ def cached_tokens(answer: bytes) -> int | None:
         return None
     usage = usage_of(parsed) if isinstance(parsed, dict) else None
     return None if usage is None else usage.cached_tokens
-
-
-# ---- probes ----------------------------------------------------------------------------------------------------------
-
-
-def boot_fingerprint(server_info: Mapping[str, Any], ranks: Iterable[str] = ()) -> str:
-    """What changes at every start of a server: its startup durations as text, its seed, its command, its rank ports.
-
-    SGLang publishes no start time; `startup_time` holds durations, whose last digits no two starts share.
-    """
-    parts = [
-        orjson.dumps(server_info.get("startup_time"), option=orjson.OPT_SORT_KEYS),
-        str(server_info.get("random_seed")).encode(),
-        str(server_info.get("launch_command")).encode(),
-        *(rank.encode() for rank in sorted(ranks)),
-    ]
-    return hashlib.blake2b(b"\0".join(parts), digest_size=16).hexdigest()
-
-
-def facts_of(server_info: Mapping[str, Any], model_info: Mapping[str, Any], ranks: Iterable[str] = ()) -> EngineFacts:
-    """What a server says of itself. Raises ValueError naming a field that is missing or of a wrong type."""
-    context_tokens = _int(server_info, "max_req_input_len") + 6  # max_req_input_len = context length - 6 (0.5.23)
-    chunk_tokens = _int(server_info, "chunked_prefill_size", 8192)
-    return EngineFacts(
-        model=str(model_info.get("served_model_name") or server_info.get("served_model_name") or ""),
-        weight_version=str(model_info.get("weight_version") or ""),
-        cache_format=CacheFormat(
-            page_size_tokens=_int(server_info, "page_size", 1),
-            kv_cache_dtype=str(server_info.get("kv_cache_dtype") or "auto"),
-            allocation_policy=str(server_info.get("disaggregation_decode_allocation_policy") or "early"),
-            transfer_backend=str(server_info.get("disaggregation_transfer_backend") or ""),
-            kv_layout="page_major" if server_info.get("enable_page_major_kv_layout") else "",
-        ),
-        max_total_tokens=_int(server_info, "max_total_num_tokens"),
-        context_tokens=context_tokens,
-        chunk_tokens=chunk_tokens if chunk_tokens > 0 else context_tokens,  # -1 turns chunking off
-        dp_size=max(1, _int(server_info, "dp_size", 1)),
-        boot_fingerprint=boot_fingerprint(server_info, ranks),
-        version=str(server_info.get("version") or ""),
-        max_running_requests=_int(server_info, "max_running_requests", 256),
-        radix_cache=_radix_cache(server_info),
-    )
-
-
-def _radix_cache(server_info: Mapping[str, Any]) -> bool:
-    """A decode keeps no radix cache unless told to."""
-    if server_info.get("disaggregation_mode") == "decode":
-        return bool(server_info.get("disaggregation_decode_enable_radix_cache"))
-    return not server_info.get("disable_radix_cache")
-
-
-def _int(source: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    value = source.get(name)
-    if value is None and default is not None:
-        return default
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"server_info.{name} is {value!r}, not an integer")
-    return value
-
-
-def load_of(loads: Mapping[str, Any]) -> EngineLoad | None:
-    """One `/v1/loads` answer summed over its DP ranks; None when it has none."""
-    ranks = [rank for rank in loads.get("loads") or () if isinstance(rank, dict)]
-    if not ranks:
-        return None
-
-    def total(name: str) -> int:
-        return sum(int(rank.get(name) or 0) for rank in ranks)
-
-    return EngineLoad(
-        taken_s=min(float(rank.get("timestamp") or 0.0) for rank in ranks),
-        running_requests=total("num_running_reqs"),
-        waiting_requests=total("num_waiting_reqs"),
-        waiting_uncached_tokens=total("num_waiting_uncached_tokens"),
-        used_tokens=total("num_used_tokens"),
-        total_tokens=total("num_total_tokens"),
-        max_total_tokens=total("max_total_num_tokens"),
-        prefill_uncached_tokens_total=total("total_prefill_uncached_tokens"),
-        prefill_busy_us_total=total("total_prefill_busy_us"),
-    )
-
-
-def role_of(server_info: Mapping[str, Any]) -> str:
-    """The role a server was started in: `prefill`, `decode`, or `plain`."""
-    mode = server_info.get("disaggregation_mode")
-    return str(mode) if mode in ("prefill", "decode") else "plain"

@@ -9,12 +9,22 @@ from typing import Any
 
 from engines.types import Stage
 
+MAX_MESSAGE_CHARS = 1000
+MAX_PARAM_CHARS = 200
+"""A client's own text is told back to it in errors, and logged: never more than this of it."""
+
+
+def clipped(text: str, max_chars: int = MAX_MESSAGE_CHARS) -> str:
+    """`text`, or as much of its beginning as fits with an ellipsis."""
+    return text if len(text) <= max_chars else text[: max_chars - 1] + "…"
+
 
 class GatewayError(Exception):
     """A request ends here, with this answer.
 
     `definite`: no engine did any work for it. `retry_after_s`: when asking again may help; None where it will not.
     `param` names the offending field. `safe_to_retry` becomes `x-should-retry`, which client libraries obey.
+    Message and param are clipped.
     """
 
     def __init__(
@@ -30,12 +40,12 @@ class GatewayError(Exception):
         retry_after_s: float | None = None,
         safe_to_retry: bool | None = None,
     ) -> None:
-        super().__init__(message)
+        self.message = clipped(message)
+        super().__init__(self.message)
         self.status = status
-        self.message = message
         self.code = code
         self.kind = kind
-        self.param = param
+        self.param = None if param is None else clipped(param, MAX_PARAM_CHARS)
         self.stage = stage
         self.definite = definite
         self.retry_after_s = retry_after_s

@@ -1,4 +1,4 @@
-"""Client requests and engine errors as values: parse, check, expand into single engine requests, shape refusals.
+"""Client requests as values: parse, check, expand into single engine requests.
 
 Pure. Bodies stay the client's own JSON: the fields the gateway reads are checked, the fields only it may set are
 stripped, everything else is kept untouched. What an engine cannot survive is `engines/sglang_wire.py`'s to refuse.
@@ -7,7 +7,6 @@ stripped, everything else is kept untouched. What an engine cannot survive is `e
 from __future__ import annotations
 
 import hashlib
-import re
 import sys
 from array import array
 from collections.abc import Collection, Iterator, Mapping
@@ -17,12 +16,13 @@ from typing import Any
 
 import orjson
 
-from engines.types import Stage
-from gateway.errors import GatewayError, bad_request
+from gateway.errors import MAX_PARAM_CHARS, GatewayError, bad_request, clipped
 
 MAX_SAMPLES = 128
 MAX_CHOICES = 10_000
 """Prompts times samples of one request: a small body must not become millions of engine requests."""
+MAX_RID_CHARS = 128
+"""The rid a client wishes for is kept with the record of its request, long after its end."""
 
 # What SGLang applies where the request names no limit; a chat is limited by its context only.
 _COMPLETIONS_OUTPUT_TOKENS = 16
@@ -113,7 +113,6 @@ def parse(api: Api, raw: bytes) -> ParsedRequest:
     removed = {name: body.pop(name) for name in stripped}
     stream_options = _field(body, "stream_options", dict, "an object") or {}
     prompts, batched = _check_prompts(api, body)
-    client_rid = removed.get("rid")
     return ParsedRequest(
         api=api,
         body=body,
@@ -125,7 +124,7 @@ def parse(api: Api, raw: bytes) -> ParsedRequest:
         prompts=prompts,
         batched=batched,
         max_output_tokens=_max_output_tokens(api, body, prompts, batched),
-        client_rid=client_rid if isinstance(client_rid, str) and client_rid else None,
+        client_rid=_client_rid(removed.get("rid")),
         stripped=stripped,
     )
 
@@ -146,9 +145,10 @@ def served(model: str | None, models: Collection[str]) -> None:
     """Refuse a model that no engine serves (engines answer under any name); an absent one is accepted."""
     if model is not None and model not in models:
         names = ", ".join(sorted(models)) or "none yet"
+        asked = clipped(model, MAX_PARAM_CHARS)
         raise GatewayError(
             404,
-            f"the model {model!r} is not served here; served: {names}",
+            f"the model {asked!r} is not served here; served: {names}",
             code="model_not_found",
             kind="not_found_error",
             param="model",
@@ -161,6 +161,15 @@ def openai_models(models: Mapping[str, int], created: int) -> dict[str, Any]:
     card = {"object": "model", "created": created, "owned_by": "sglang", "parent": None}
     data = [{"id": name, **card, "root": name, "max_model_len": tokens} for name, tokens in models.items()]
     return {"object": "list", "data": data}
+
+
+def _client_rid(rid: object) -> str | None:
+    """The rid that the client wished for; one that is no single name is none."""
+    if not isinstance(rid, str) or not rid:
+        return None
+    if len(rid) > MAX_RID_CHARS:
+        raise bad_request(f"rid must be at most {MAX_RID_CHARS} characters, not {len(rid)}", param="rid")
+    return rid
 
 
 def _field(owner: dict[str, Any], name: str, kind: type, wanted: str, path: str = "") -> Any:
@@ -347,53 +356,3 @@ def _content_pieces(content: str | list[Any] | None) -> Iterator[bytes]:
             # An embedded image counts by its hash: it is not so many bytes of prompt.
             raw = orjson.dumps(part)
             yield raw if len(raw) <= _MEDIA_MAX_BYTES else hashlib.blake2b(raw, digest_size=16).hexdigest().encode()
-
-
-_SERVER_TEXT = re.compile(r"Traceback \(most recent call last\)|File \"[^\"\n]*\", line \d+")
-_VALIDATION = re.compile(r"\d+ validation errors?:\s+{'type': '\w+', 'loc': \(([^)]*)\), 'msg': (['\"])(.*?)\2, '")
-_TOO_LONG = re.compile(r"context length|maximum number of tokens|max(?:imum)? input length|too long", re.IGNORECASE)
-_MAX_MESSAGE_CHARS = 1000  # engines echo the whole input in some errors
-_KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-
-
-def engine_error_to_openai(status: int, body: bytes) -> GatewayError:
-    """An engine's error answer, in whichever of its shapes, as an error that keeps its status.
-
-    Paths and source lines of the server are cut out of the message.
-    """
-    text, param = _error_text(body)
-    text = text[:_MAX_MESSAGE_CHARS]
-    validation = _VALIDATION.match(text)
-    if validation is not None:
-        # ('body', 'messages', 0, …): the first name after the body is the client's field.
-        param = next(iter(re.findall(r"'(\w+)'", validation[1])[1:]), None)
-        text = f"{param}: {validation[3]}" if param else validation[3]
-    message = _SERVER_TEXT.split(text)[0].strip() or f"the engine answered {status}"
-    caller_fault = 400 <= status < 500 and status != 429
-    too_long = status == 400 and _TOO_LONG.search(message) is not None
-    code = "context_length_exceeded" if too_long else "engine_refused" if caller_fault else "engine_failed"
-    return GatewayError(
-        status,
-        message,
-        code=code,
-        kind=_KINDS.get(status, "invalid_request_error" if caller_fault else "server_error"),
-        param=param,
-        stage=Stage.DISPATCHED,
-        definite=caller_fault,
-        safe_to_retry=not caller_fault,
-    )
-
-
-def _error_text(body: bytes) -> tuple[str, str | None]:
-    """(message, param) of {"error": {...}}, {"error": "text"}, {"message": ...}, {"detail": ...} or plain text."""
-    try:
-        value = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        return body.decode(errors="replace"), None
-    param = None
-    if isinstance(value, dict):
-        value = value.get("error", value)
-    if isinstance(value, dict):
-        param = value.get("param")
-        value = value.get("message", value.get("detail", ""))
-    return value if isinstance(value, str) else orjson.dumps(value).decode(), param if isinstance(param, str) else None

@@ -7,6 +7,7 @@ shared. Token counts are estimates until an answer says better.
 from __future__ import annotations
 
 from itertools import count
+from math import ceil
 
 from engines.types import EngineFacts, Role
 from gateway.candidates import BLOCK_BYTES
@@ -45,7 +46,7 @@ def request_view(
         max_output_tokens=max_output_tokens,
         arrival_s=arrival_s,
         deadline_s=deadline_s,
-        body_bytes=request.body_bytes,
+        body_bytes=ceil(request.body_bytes / (request.prompts * request.samples)),
     )
 
 

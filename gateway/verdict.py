@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from failover import retry
 from failover.retry import Fault, Verdict
-from gateway import openai_api
 from gateway.admission import fingerprint
 from gateway.attempt import AttemptFailed
 from gateway.context import Gateway
 from gateway.decider import Decision
+from gateway.engine_errors import engine_error_to_openai
 from gateway.errors import GatewayError, upstream_failed
 from gateway.openai_api import Unit
 
@@ -66,7 +66,7 @@ def final_error(gw: Gateway, unit: Unit, failed: AttemptFailed, verdict: retry.D
         gw.metrics.own_fault()
     match verdict.verdict:
         case Verdict.TO_CLIENT:
-            error = openai_api.engine_error_to_openai(outcome.status or 400, outcome.message.encode())
+            error = engine_error_to_openai(outcome.status or 400, outcome.message.encode())
             error.stage = outcome.stage
             return error
         case Verdict.POISON_SUSPECTED:

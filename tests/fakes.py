@@ -100,7 +100,7 @@ class FakeExchange:
 
     def __init__(self, status: int = 200, *sent: bytes, whole: bool = False) -> None:
         self.status = status
-        self.headers: Mapping[str, str] = {}
+        self.headers: Mapping[str, str] = {"content-type": "text/event-stream"}
         self.closed = False
         self.taken = 0
         self._pieces: asyncio.Queue[bytes | UpstreamError | None] = asyncio.Queue()

@@ -25,6 +25,7 @@ PURE_FILES = (
     "engines/types.py",
     "engines/token_rule.py",
     "engines/sglang_wire.py",
+    "engines/sglang_facts.py",
     "engines/sse_frames.py",
     "engines/emulator/core.py",
     "engines/emulator/kv_pool.py",

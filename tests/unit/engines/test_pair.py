@@ -108,13 +108,14 @@ async def test_events_come_in_order_of_arrival(make: Callable[..., Two]) -> None
     second = await soon(two.run)
     two.decode.send(chat_event("a") + chat_event("b"))
     third = await soon(two.run)
-    two.decode.send(DONE)
+    two.decode.send(SMALL)
     two.decode.end()
     last = await events(two.run, 2)
     assert first == LegOutput([(EventKind.ROLE_ONLY, chat_event(None))])
     assert second == LegAnswer(Leg.PREFILL, SMALL)
     assert third == LegOutput([(EventKind.CONTENT, chat_event("a")), (EventKind.CONTENT, chat_event("b"))])
-    assert last == [LegOutput([(EventKind.DONE, DONE)]), LegAnswer(Leg.DECODE, b"")]
+    finish = chat_event("", finish="length")
+    assert last == [LegOutput([(EventKind.FINISH, finish), (EventKind.DONE, DONE)]), LegAnswer(Leg.DECODE, b"")]
     assert await ended(two.run)
     assert two.prefill.closed
     assert two.decode.closed
@@ -226,11 +227,80 @@ async def test_a_leg_fails_once(make: Callable[..., Two], leg: Leg, bad: bytes, 
 
 async def test_a_connection_lost_after_the_terminator_takes_nothing_away(make: Callable[..., Two]) -> None:
     two = make()
-    two.decode.send(chat_event("a") + DONE)
+    two.decode.send(chat_event("a") + SMALL)
     two.decode.break_off()
     assert isinstance(await soon(two.run), LegOutput)
     assert await soon(two.run) == LegAnswer(Leg.DECODE, b"")
     assert two.failures == []
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        DONE,
+        chat_event(None) + DONE,
+        chat_event("a") + DONE,
+        event({"choices": [], "usage": {"prompt_tokens": 1}}) + DONE,
+    ],
+    ids=["nothing", "role only", "cut short", "usage only"],
+)
+async def test_a_terminator_without_a_finish_is_no_whole_answer(make: Callable[..., Two], stream: bytes) -> None:
+    two = make()
+    two.decode.send(stream)
+    two.decode.end()
+    found = await soon(two.run)
+    assert isinstance(found, LegFailed), found
+    assert found.outcome.kind is FailureKind.GARBLED
+    await settle()
+    assert no_more(two.run)
+
+
+@pytest.mark.parametrize("after", [chat_event("GHOST"), b'data: {"error": {"message": "late"}}\n\n', DONE])
+@pytest.mark.parametrize("together", [True, False])
+async def test_what_comes_after_the_terminator_does_not_exist(
+    make: Callable[..., Two], after: bytes, together: bool
+) -> None:
+    two = make()
+    two.decode.send(*([SMALL + after] if together else [SMALL, after]))
+    two.decode.end()
+    output, answer = await events(two.run, 2)
+    assert output == LegOutput([(EventKind.FINISH, chat_event("", finish="length")), (EventKind.DONE, DONE)])
+    assert answer == LegAnswer(Leg.DECODE, b"")
+    await settle()
+    assert no_more(two.run)
+
+
+async def test_comments_of_an_engine_are_no_output(make: Callable[..., Two]) -> None:
+    two = make()
+    two.decode.send(b": ping\n\n", b": ping\n\n" + chat_event("a"))
+    assert await soon(two.run) == LegOutput([(EventKind.CONTENT, chat_event("a"))])
+
+
+async def test_a_stream_answered_with_something_else_is_garbled(make: Callable[..., Two]) -> None:
+    two = make(decode=FakeExchange(200, chat_answer(), whole=True))
+    two.decode.headers = {"content-type": "application/json"}
+    found = await soon(two.run)
+    assert isinstance(found, LegFailed)
+    assert found.outcome.kind is FailureKind.GARBLED
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_only_200_is_an_answer(make: Callable[..., Two], stream: bool) -> None:
+    two = make(stream=stream, decode=FakeExchange(302, chat_answer(), whole=True))
+    found = await soon(two.run)
+    assert isinstance(found, LegFailed)
+    assert (found.outcome.kind, found.outcome.status) == (FailureKind.STATUS, 302)
+
+
+async def test_a_prefills_stream_without_end_is_bounded(
+    make: Callable[..., Two], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pair, "FRAME_LIMIT_BYTES", 1000)
+    two = make()
+    two.prefill.send(*[chat_event("x" * 100)] * 20)
+    found = await soon(two.run)
+    assert isinstance(found, LegFailed)
+    assert (found.outcome.leg, found.outcome.kind) == (Leg.PREFILL, FailureKind.GARBLED)
 
 
 async def test_a_bug_in_a_strategy_is_a_failure_and_no_silence(
@@ -273,8 +343,9 @@ async def test_a_slow_reader_gets_everything_in_order(
 ) -> None:
     monkeypatch.setattr(pair, "_UNREAD_OUTPUTS", 2)
     frames = [chat_event(str(number)) for number in range(9)]
+    frames.append(chat_event("", finish="length"))
     two = make(decode=FakeExchange(200, *frames, DONE, whole=True))
-    got = [found for found in await events(two.run, 11) if isinstance(found, LegOutput)]
+    got = [found for found in await events(two.run, 12) if isinstance(found, LegOutput)]
     assert [frame for output in got for _, frame in output.frames] == [*frames, DONE]
 
 

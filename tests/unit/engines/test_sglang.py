@@ -90,7 +90,7 @@ def test_faults_of_streams_and_of_whole_answers() -> None:
     error = strategy.frame_fault(b'data: {"error": {"message": "m", "code": 500}}\n\n')
     assert (error.kind, error.message, error.status) == (FailureKind.STREAM_ERROR, "m", 500)
     assert strategy.frame_fault(chat_event("", finish="abort")).kind is FailureKind.ABORTED
-    assert strategy.judge(Leg.DECODE, 200, b'{"choices": []}') is None
+    assert strategy.judge(Leg.DECODE, 200, b'{"choices": [{"finish_reason": "stop"}]}') is None
     fault = strategy.judge(Leg.PREFILL, 503, b'{"error": "busy"}')
     assert fault is not None
     assert (fault.kind, fault.message, fault.status) == (FailureKind.STATUS, "busy", 503)

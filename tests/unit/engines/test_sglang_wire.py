@@ -10,6 +10,7 @@ from typing import Any
 import orjson
 import pytest
 
+from engines import sglang_facts as about
 from engines import sglang_wire as wire
 from engines.sse_frames import EventKind, FrameDecoder, data_of, event_kind
 from engines.types import FailureKind
@@ -112,7 +113,7 @@ def test_integers_that_the_parser_makes_floats_of_are_refused_too(number: str) -
 
 
 def test_an_oversized_integer_is_named_by_its_path() -> None:
-    assert wire.poison({"a": [{"b": 1}, {"b": 2**63}]}) == ("a.1.b", wire._ROWS["integer"].reason)
+    assert wire.poison({"a": [{"b": 1}, {"b": 2**63}]}) == ("a.1.b", wire._INTEGER.reason)
 
 
 def test_the_extremes_of_long_lists_count() -> None:
@@ -282,7 +283,12 @@ def test_what_is_no_abort(answer: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("status", "body", "kind"),
     [
-        (200, b'{"choices": []}', None),
+        (200, b'{"choices": [{"finish_reason": "stop"}]}', None),
+        (200, b'{"choices": []}', FailureKind.GARBLED),
+        (200, b'{"choices": [null]}', FailureKind.GARBLED),
+        (200, b'{"choices": [{"finish_reason": null}]}', FailureKind.GARBLED),
+        (201, b'{"choices": [{"finish_reason": "stop"}]}', FailureKind.STATUS),
+        (302, b"", FailureKind.STATUS),
         (200, b'{"meta_info": {}}', None),
         (200, b"not json", FailureKind.GARBLED),
         (200, b"[]", FailureKind.GARBLED),
@@ -319,7 +325,7 @@ def test_usage_is_read_from_every_shape(answer: dict[str, Any], expected: wire.U
 
 
 def test_a_boot_fingerprint_is_stable() -> None:
-    print_of = wire.boot_fingerprint
+    print_of = about.boot_fingerprint
     assert print_of(server_info(), ["a:1", "b:2"]) == print_of(server_info(startup_time={"load": 1.25}), ["b:2", "a:1"])
     assert print_of({"startup_time": {"a": 1, "b": 2}}) == print_of({"startup_time": {"b": 2, "a": 1}})
     assert print_of(server_info(gen_throughput=3)) == print_of(server_info(gen_throughput=4))
@@ -330,16 +336,16 @@ def test_a_boot_fingerprint_is_stable() -> None:
     [{"startup_time": {"load": 1.2500001}}, {"random_seed": 8}, {"launch_command": "sglang serve --x"}],
 )
 def test_each_part_changes_the_boot_fingerprint(changed: dict[str, Any]) -> None:
-    assert wire.boot_fingerprint(server_info(**changed)) != wire.boot_fingerprint(server_info())
+    assert about.boot_fingerprint(server_info(**changed)) != about.boot_fingerprint(server_info())
 
 
 def test_a_rank_port_changes_the_boot_fingerprint() -> None:
-    prints = {wire.boot_fingerprint(server_info(), ranks) for ranks in ([], ["a:1"], ["a:2"], ["a:1", "b:1"])}
+    prints = {about.boot_fingerprint(server_info(), ranks) for ranks in ([], ["a:1"], ["a:2"], ["a:1", "b:1"])}
     assert len(prints) == 4
 
 
 def test_facts_are_read() -> None:
-    facts = wire.facts_of(
+    facts = about.facts_of(
         server_info(version="0.5.23", max_running_requests=16), {"served_model_name": "tiny"}, ["a:1"]
     )
     assert (facts.model, facts.max_total_tokens, facts.context_tokens, facts.chunk_tokens) == (
@@ -350,20 +356,20 @@ def test_facts_are_read() -> None:
     )
     assert (facts.version, facts.max_running_requests, facts.radix_cache, facts.dp_size) == ("0.5.23", 16, True, 1)
     assert facts.cache_format.transfer_backend == "mooncake"
-    assert facts.boot_fingerprint == wire.boot_fingerprint(server_info(), ["a:1"])
+    assert facts.boot_fingerprint == about.boot_fingerprint(server_info(), ["a:1"])
 
 
 @pytest.mark.parametrize("field", ["max_total_num_tokens", "max_req_input_len"])
 @pytest.mark.parametrize("value", [None, "8", 8.5, True])
 def test_a_bad_fact_is_named(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"server_info.{field}"):
-        wire.facts_of(server_info(**{field: value}), {})
+        about.facts_of(server_info(**{field: value}), {})
 
 
 @pytest.mark.parametrize("size", [-1, 0])
 def test_a_server_that_does_not_chunk_takes_a_prompt_in_one_forward(size: int) -> None:
     """`--chunked-prefill-size -1` turns chunking off."""
-    assert wire.facts_of(server_info(chunked_prefill_size=size), {}).chunk_tokens == 8_000
+    assert about.facts_of(server_info(chunked_prefill_size=size), {}).chunk_tokens == 8_000
 
 
 @pytest.mark.parametrize(
@@ -376,7 +382,7 @@ def test_a_server_that_does_not_chunk_takes_a_prompt_in_one_forward(size: int) -
     ],
 )
 def test_a_decode_has_no_radix_cache_unless_told(changed: dict[str, Any], radix: bool) -> None:
-    assert wire.facts_of(server_info(**changed), {}).radix_cache is radix
+    assert about.facts_of(server_info(**changed), {}).radix_cache is radix
 
 
 def test_loads_are_summed_over_ranks() -> None:
@@ -391,7 +397,7 @@ def test_loads_are_summed_over_ranks() -> None:
         "total_prefill_uncached_tokens": 7,
         "total_prefill_busy_us": 8,
     }
-    load = wire.load_of({"loads": [rank, {**rank, "timestamp": 4.0}, "odd"]})
+    load = about.load_of({"loads": [rank, {**rank, "timestamp": 4.0}, "odd"]})
     assert load is not None
     assert load.taken_s == 4.0
     summed = (load.running_requests, load.waiting_requests, load.waiting_uncached_tokens, load.used_tokens)
@@ -402,11 +408,32 @@ def test_loads_are_summed_over_ranks() -> None:
 
 @pytest.mark.parametrize("loads", [{}, {"loads": []}, {"loads": None}, {"loads": ["odd"]}])
 def test_an_answer_without_ranks_is_no_load(loads: dict[str, Any]) -> None:
-    assert wire.load_of(loads) is None
+    assert about.load_of(loads) is None
 
 
 @pytest.mark.parametrize(
     ("mode", "role"), [("prefill", "prefill"), ("decode", "decode"), ("null", "plain"), (None, "plain"), (3, "plain")]
 )
 def test_roles(mode: object, role: str) -> None:
-    assert wire.role_of({"disaggregation_mode": mode}) == role
+    assert about.role_of({"disaggregation_mode": mode}) == role
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"usage": {"prompt_tokens": "7"}},
+        {"usage": {"prompt_tokens": 7.5}},
+        {"usage": {"prompt_tokens": -1}},
+        {"usage": {"prompt_tokens": 7, "completion_tokens": "x"}},
+        {"meta_info": {"prompt_tokens": None}},
+        {"usage": 5},
+        {},
+    ],
+)
+def test_counts_that_make_no_sense_are_no_usage(answer: dict[str, Any]) -> None:
+    assert wire.usage_of(answer) is None
+
+
+def test_a_senseless_cached_count_is_an_unknown_one() -> None:
+    usage = wire.usage_of({"usage": {"prompt_tokens": 7, "prompt_tokens_details": {"cached_tokens": "many"}}})
+    assert usage == wire.Usage(7, 0, None)
