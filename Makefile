@@ -4,7 +4,13 @@ PYTHON ?= $(shell command -v python3.12 >/dev/null 2>&1 && python3.12 --version 
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo install check lint types unit contract scenarios test test-long bench clean
+.PHONY: help demo install check lint types unit contract scenarios test test-long clean
+
+help:
+	@echo 'make demo       install, then a fleet of emulated servers, a gateway, and kills; every answer checked'
+	@echo 'make check      lint, types, unit and property tests'
+	@echo 'make test       check + contract + scenarios on real processes'
+	@echo 'make test-long  every criterion at its full size'
 
 demo: $(VENV)/installed
 	$(BIN)/pdgate demo

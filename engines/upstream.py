@@ -8,6 +8,7 @@ must do.
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ from engines.types import FailureKind
 _JSON = "application/json"
 _SLICE_BYTES = 256 * 1024
 _ANSWER_LIMIT_BYTES = 64 * 1024 * 1024
+_OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,7 @@ class Upstream:
 
         `body` goes out as it is, as JSON unless `headers` say otherwise. The caller closes the exchange and owns the
         deadline; cancelling drops the connection. Raises UpstreamError: CONNECT (definite) when none was made, RESET
-        when it was lost, GARBLED when the answer is not HTTP.
+        when it was lost, GARBLED when the answer is not HTTP, STATUS (definite) when we have no descriptor left for it.
         """
         if self._session is None:
             raise UpstreamError(FailureKind.CONNECT, f"{url}: the client is closed", definite=True)
@@ -238,6 +240,9 @@ def _read(lost: asyncio.Future[None]) -> None:
 
 
 def _of_head(error: Exception, url: str) -> UpstreamError:
+    if isinstance(error, OSError) and error.errno in _OUT_OF_DESCRIPTORS:
+        # No fault of the server's, of which nothing was asked.
+        return UpstreamError(FailureKind.STATUS, f"{url}: the gateway is out of file descriptors", definite=True)
     # A ValueError is a URL without a meaning, sometimes noticed by the resolver only.
     if isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, ValueError)):
         return UpstreamError(FailureKind.CONNECT, f"{url}: {error}", definite=True)

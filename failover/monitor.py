@@ -1,14 +1,16 @@
 """Looks at every server again and again, feeds what it sees to the health table, and tells what changed.
 
 A shell: `machine.py` decides. One task per server for probes, one for loads; a broken leg asks for a probe at once.
+However many ask, one server is looked at by one probe at a time, which they share.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from collections import defaultdict
+from collections.abc import Coroutine
+from typing import Any, Protocol, TypeVar
 
 from engines.types import EngineFacts, EngineId, EngineLoad, EngineSpec, EngineView, Health, Outcome
 from failover import machine
@@ -59,7 +61,13 @@ class Listener(Protocol):
     def restarted(self, engine_id: EngineId) -> None: ...
 
 
-Spawn = Callable[[Coroutine[Any, Any, None], str], "asyncio.Task[None]"]
+T = TypeVar("T")
+
+
+class Spawn(Protocol):
+    """How tasks are started (`engines.tasks.spawn`)."""
+
+    def __call__(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]: ...
 
 
 class Monitor:
@@ -83,22 +91,25 @@ class Monitor:
         self._probe_interval_s = probe_interval_s
         self._load_interval_s = load_interval_s
         self._timeout_s = timeout_s
-        self._wake: dict[EngineId, asyncio.Event] = {}
+        self._wake: defaultdict[EngineId, asyncio.Event] = defaultdict(asyncio.Event)
+        """Set: a leg broke since the last look began."""
+        self._looks: dict[EngineId, asyncio.Task[bool]] = {}
         self._probed_s: dict[EngineId, float] = {}
         self._progress_s: dict[EngineId, float] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         for view in self._registry.views():
-            self._wake[view.engine_id] = asyncio.Event()
             self._tasks.append(self._spawn(self._keep_probing(view.spec), f"probe {view.engine_id}"))
             self._tasks.append(self._spawn(self._keep_loading(view.spec), f"load {view.engine_id}"))
 
     async def stop(self) -> None:
-        for task in self._tasks:
+        tasks = [*self._tasks, *self._looks.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._tasks.clear()
+        self._looks.clear()
 
     def is_stale(self, engine_id: EngineId) -> bool:
         """Whether its last good probe is too old to send it a new room."""
@@ -120,25 +131,33 @@ class Monitor:
         self._step(engine_id, HealthEvent.LEAK_FOUND, "it still counts a request that was aborted 60 s ago")
 
     async def probe_now(self, engine_id: EngineId) -> bool:
-        """One probe at once; whether the server is reachable and still the same process."""
+        """A probe at once; whether the server is reachable and still the same process."""
         view = self._registry.view(engine_id)
-        seen = await self._prober.probe(view.spec, self._timeout_s)
-        self._take(view.spec, seen)
-        return seen.reachable and self._registry.view(engine_id).epoch == view.epoch
+        look = self._looks.get(engine_id)
+        if look is not None and self._wake[engine_id].is_set():
+            await asyncio.wait((look,))  # it began before the last leg broke, and may have seen the server before that
+        reachable = await self._look(view.spec)
+        return reachable and self._registry.view(engine_id).epoch == view.epoch
 
     # ---- loops ---------------------------------------------------------------------------------------------------
 
     async def _keep_probing(self, spec: EngineSpec) -> None:
-        wake = self._wake[spec.engine_id]
+        is_due = True
         while True:
-            wake.clear()
-            self._take(spec, await self._prober.probe(spec, self._timeout_s))
-            try:
-                async with asyncio.timeout(self._pause_s(spec.engine_id)):
-                    await wake.wait()
-            except TimeoutError:
-                continue
-            await asyncio.sleep(0.05)  # a storm of broken legs is one reason to look, not hundreds
+            if is_due:
+                await self._look(spec)
+            is_due = await self._next_look_is_due(spec.engine_id)
+
+    async def _next_look_is_due(self, engine_id: EngineId) -> bool:
+        """True after the pause or soon after a leg broke; False when somebody else has looked since it broke."""
+        wake = self._wake[engine_id]
+        try:
+            async with asyncio.timeout(self._pause_s(engine_id)):
+                await wake.wait()
+        except TimeoutError:
+            return True
+        await asyncio.sleep(0.05)  # a storm of broken legs is one reason to look, not hundreds
+        return wake.is_set()
 
     def _pause_s(self, engine_id: EngineId) -> float:
         ready = self._registry.view(engine_id).health is Health.READY
@@ -153,6 +172,23 @@ class Monitor:
             await asyncio.sleep(self._load_interval_s)
 
     # ---- what was seen -------------------------------------------------------------------------------------------
+
+    async def _look(self, spec: EngineSpec) -> bool:
+        """Whether the server is reachable, by the one probe of all who ask at the same time."""
+        look = self._looks.get(spec.engine_id)
+        if look is None:
+            self._wake[spec.engine_id].clear()
+            look = self._spawn(self._probe(spec), f"probe once {spec.engine_id}")
+            self._looks[spec.engine_id] = look
+        return await asyncio.shield(look)
+
+    async def _probe(self, spec: EngineSpec) -> bool:
+        try:
+            seen = await self._prober.probe(spec, self._timeout_s)
+            self._take(spec, seen)
+        finally:
+            self._looks.pop(spec.engine_id, None)
+        return seen.reachable
 
     def _take(self, spec: EngineSpec, seen: Seen) -> None:
         engine_id = spec.engine_id

@@ -10,7 +10,7 @@ from aiohttp import web
 from engines.types import Health, Role
 from gateway.context import Gateway
 from gateway.errors import GatewayError
-from gateway.openai_api import openai_models
+from gateway.openai_api import openai_models, served
 from routing.filters import difference
 
 
@@ -30,12 +30,12 @@ def add_routes(app: web.Application, gw: Gateway) -> None:
         return _json(body, 200 if pairs else 503)
 
     async def models(request: web.Request) -> web.StreamResponse:
-        tokens: dict[str, int] = {}
-        for view in gw.fleet.views():
-            if view.facts is not None and view.facts.model in gw.fleet.models():
-                known = tokens.get(view.facts.model, view.facts.context_tokens)
-                tokens[view.facts.model] = min(known, view.facts.context_tokens)
-        return _json(openai_models(tokens, gw.started_s))
+        return _json(openai_models(_context_tokens(gw), gw.started_s))
+
+    async def model(request: web.Request) -> web.StreamResponse:
+        name, known = request.match_info["id"], _context_tokens(gw)
+        served(name, known)
+        return _json(openai_models({name: known[name]}, gw.started_s)["data"][0])
 
     async def metrics(request: web.Request) -> web.StreamResponse:
         return web.Response(
@@ -45,6 +45,8 @@ def add_routes(app: web.Application, gw: Gateway) -> None:
     async def explain(request: web.Request) -> web.StreamResponse:
         request_id = request.match_info["id"]
         record = gw.explain.newest() if request_id == "newest" else gw.explain.find(request_id)
+        if record is None and request_id == "newest":
+            raise GatewayError(404, "no request has come yet", code="not_found", safe_to_retry=False)
         if record is None:
             raise GatewayError(
                 404,
@@ -57,8 +59,19 @@ def add_routes(app: web.Application, gw: Gateway) -> None:
     app.router.add_get("/health", health)
     app.router.add_get("/readyz", readyz)
     app.router.add_get("/v1/models", models)
+    app.router.add_get("/v1/models/{id:.+}", model)
     app.router.add_get("/metrics", metrics)
     app.router.add_get("/pdgate/explain/{id}", explain)
+
+
+def _context_tokens(gw: Gateway) -> dict[str, int]:
+    """The models served, each with the smallest context of its servers."""
+    tokens: dict[str, int] = {}
+    for view in gw.fleet.views():
+        if view.facts is not None and view.facts.model in gw.fleet.models():
+            known = tokens.get(view.facts.model, view.facts.context_tokens)
+            tokens[view.facts.model] = min(known, view.facts.context_tokens)
+    return tokens
 
 
 def ready_pairs(gw: Gateway) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,7 +14,6 @@ from datetime import UTC, datetime
 from random import Random, SystemRandom
 
 import uvloop
-from aiohttp import web
 
 from engines.fleet import Fleet
 from engines.sglang import SglangEngine, SglangStrategy
@@ -25,12 +23,12 @@ from engines.types import EngineId
 from engines.upstream import Upstream
 from failover.monitor import Monitor
 from failover.poison import PoisonGuard
-from gateway import admin_api
+from gateway import admin_api, logs, process
 from gateway.config import Config
 from gateway.context import Gateway
 from gateway.decider import Decider
 from gateway.explain import ExplainRing
-from gateway.http_server import make_app
+from gateway.http_server import listen, make_runner
 from gateway.learned import Learned
 from gateway.live import LiveRequests
 from gateway.observability import Metrics
@@ -131,23 +129,17 @@ async def started(gw: Gateway) -> AsyncIterator[Gateway]:
 
 
 async def serve(config: Config, *, announce: bool = True) -> int:
-    """Serve until SIGTERM or SIGINT; then no new connections, and what runs may end within the grace period."""
+    """Serve until a stop signal; then no new connections, and what runs may end within the grace period."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in process.stop_signals():
         loop.add_signal_handler(number, stop.set)
     gw = build(config)
     async with started(gw):
-        runner = web.AppRunner(
-            make_app(gw),
-            access_log=None,
-            handler_cancellation=True,
-            shutdown_timeout=config.deadlines.shutdown_grace_s,
-        )
+        runner = make_runner(gw, config.deadlines.shutdown_grace_s)
         await runner.setup()
-        site = web.TCPSite(runner, config.server.host, config.server.port, reuse_address=True, backlog=4096)
         try:
-            await site.start()
+            port = await listen(runner, config.server.host, config.server.port)
         except OSError as error:
             print(
                 f"pdgate: cannot listen on {config.server.host}:{config.server.port}: {error.strerror}", file=sys.stderr
@@ -155,18 +147,17 @@ async def serve(config: Config, *, announce: bool = True) -> int:
             await runner.cleanup()
             return 1
         if announce:
-            await _announce(gw, runner, config)
+            _announce(config, port)
         await stop.wait()
         _log.info("stopping: no new connections, waiting for %d running attempts", gw.decider.bookings.live())
         await runner.cleanup()
     return 0
 
 
-async def _announce(gw: Gateway, runner: web.AppRunner, config: Config) -> None:
-    """One line for every note, one when listening, one when the first pair is there."""
+def _announce(config: Config, port: int) -> None:
+    """One line for every note, and one for what is served where."""
     for note in config.notes:
         _log.warning("%s", note)
-    port = runner.addresses[0][1] if runner.addresses else config.server.port
     _log.info(
         "listening on http://%s:%s for %d prefill and %d decode servers, policy %s; prefix ownership in memory",
         config.server.host,
@@ -180,5 +171,6 @@ async def _announce(gw: Gateway, runner: web.AppRunner, config: Config) -> None:
 def run(config: Config) -> int:
     """`pdgate serve`: the exit code."""
     level = {"warn": "WARNING"}.get(config.server.log_level, config.server.log_level.upper())
-    logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    return uvloop.run(serve(config))
+    process.prepare()
+    with logs.to_stderr(level):
+        return uvloop.run(serve(config))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Protocol
@@ -22,13 +22,13 @@ from routing import filters
 from routing.index import PrefixIndex
 from routing.ownership import ClaimId, OwnershipStore
 from routing.policies import Policy
-from routing.queueing import FILL_RATIO, Offer, WaitingQueue, can_dispatch, has_room, retry_after_s
+from routing.queueing import FILL_RATIO, HeldBack, Offer, WaitingQueue, has_room, retry_after_s
 from routing.types import Choice, Dropped, RequestView, RoutingSnapshot
 
 _CLEAR_MISS_RATIO = 0.9
 """Blocks stand for a mean number of tokens: less than a tenth (and a block) off is no miss."""
 _LOOK_AHEAD = 64
-"""Requests that one pass may dispatch; each finished pass is followed by another while the head can leave."""
+"""Requests that one pass looks at; one that let some leave is followed by another."""
 
 
 class FleetView(Protocol):
@@ -140,28 +140,40 @@ class Decider:
             self._waiters.pop(request.request_id, None)
 
     def pump(self) -> None:
-        """Let requests leave the queue, in order, while the first of them can."""
-        left = True
-        while left:
-            left = False
-            for request in self.queue.ready(_LOOK_AHEAD):
-                if not self._let_go(request):
-                    return
+        """Let requests leave the queue, in order, as long as one can that no other before it holds back."""
+        held = HeldBack()  # bookings only grow meanwhile: who must wait once must wait in every later pass
+        while self._pass(held):
+            pass
+
+    def _pass(self, held: HeldBack) -> bool:
+        """Look once at the first in the queue; whether another pass may let more of them leave."""
+        left = False
+        for request in self.queue.ready(_LOOK_AHEAD):
+            if not held.has_turn(request):
+                continue
+            if self._let_go(request, held):
                 left = True
+            elif not any(map(held.lets_use, self._ready_decodes())):
+                return False
+        return left
 
     def retry_after_s(self) -> float:
         """When a client that is turned away now might be served."""
         spread_s = self._left_s[-1] - self._left_s[0] if len(self._left_s) > 1 else 0.0
         return retry_after_s(self.queue, len(self._left_s) / spread_s if spread_s > 0 else 0.0)
 
-    def _let_go(self, request: RequestView) -> bool:
-        """Decide on the request at the head; False when it must wait."""
+    def _ready_decodes(self) -> Iterator[EngineId]:
+        views = self._fleet.snapshot().with_role(Role.DECODE)
+        return (view.engine_id for view in views if view.health is Health.READY)
+
+    def _let_go(self, request: RequestView, held: HeldBack) -> bool:
+        """Decide on a request whose turn it is; False when it must wait, which `held` is told then."""
         waiter = self._waiters[request.request_id]
         if waiter.decided.done():
             self.queue.take(request.request_id)
             return True
         try:
-            decision = self._decide(waiter)
+            decision = self._decide(waiter, held)
         except GatewayError as error:
             waiter.decided.set_exception(error)
             self.queue.take(request.request_id)
@@ -188,8 +200,11 @@ class Decider:
 
     # ---- the decision --------------------------------------------------------------------------------------------
 
-    def _decide(self, waiter: _Waiter) -> Decision | None:
-        """Choose and book, with nothing in between; None while every decode is full."""
+    def _decide(self, waiter: _Waiter, held: HeldBack) -> Decision | None:
+        """Choose and book, with nothing in between; None while it must wait, which `held` is told.
+
+        A decode that somebody before it waits for is as good as full.
+        """
         request = waiter.request
         now_s = asyncio.get_running_loop().time()
         fleet = self._fleet.snapshot()
@@ -198,14 +213,18 @@ class Decider:
         decodes = [view for view in kept if view.spec.role is Role.DECODE]
         if not prefills or not decodes:
             if self._may_come_back(fleet, Role.PREFILL if not prefills else Role.DECODE):
+                held.waits(request, full=())
                 return None
             raise no_pair_error(prefills, decodes, dropped)
         if pinned := [view for view in prefills if view.engine_id == waiter.pinned_prefill]:
             prefills = pinned
         match = self.index.match(request.blocks)
         states = [decode_state(view, self.learned, self.bookings) for view in decodes]
-        open_states = [state for state in states if has_room(request, state, FILL_RATIO)]
-        if not can_dispatch(request, open_states):
+        usable = [state for state in states if held.lets_use(state.view.engine_id)]
+        open_states = [state for state in usable if has_room(request, state, FILL_RATIO)]
+        full = {view.engine_id for view in decodes} - {state.view.engine_id for state in open_states}
+        if not open_states:
+            held.waits(request, full)
             return None
         snapshot = RoutingSnapshot(
             now_s,
@@ -218,7 +237,8 @@ class Decider:
         )
         choice = self._policy.choose(request, snapshot, self._rng)
         if choice is None:
-            if len(open_states) < len(states):
+            if full:
+                held.waits(request, full)
                 return None
             raise no_pair("no prefill and decode that are up may be paired (see explain for the differing field)")
         return self._book(request, snapshot, choice, dropped)

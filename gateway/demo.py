@@ -15,6 +15,7 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -93,16 +94,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo: 0 only if everything checked out."""
-    console = Console(stderr=args.json)
+    console = Console(stderr=args.json, highlight=False)
     report = Report()
+    if args.out and not Path(args.out).absolute().parent.is_dir():
+        print(f"pdgate demo: --out {args.out}: there is no such folder", file=sys.stderr)
+        return 2
     try:
         asyncio.run(_demo(report, console))
     except (RuntimeError, aiohttp.ClientError, TimeoutError) as error:
         report.check("the demo ran to its end", False, f"{type(error).__name__}: {error}")
     text = json.dumps(report.as_json(), indent=2)
     if args.out:
-        with open(args.out, "w") as file:
-            file.write(text + "\n")
+        Path(args.out).write_text(text + "\n")
     if args.json:
         print(text)
     _show_summary(report, console)
@@ -320,7 +323,14 @@ async def _gateway(prefills: Sequence[EmulatedServer], decodes: Sequence[Emulate
     for server in decodes:
         flags += ["--decode", server.url]
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "gateway", "serve", *flags, preexec_fn=_die_with_parent, stderr=asyncio.subprocess.DEVNULL
+        sys.executable,
+        "-P",
+        "-m",
+        "gateway",
+        "serve",
+        *flags,
+        preexec_fn=_die_with_parent,
+        stderr=asyncio.subprocess.DEVNULL,
     )
     try:
         yield f"http://127.0.0.1:{port}"

@@ -1,4 +1,4 @@
-"""What engines answer when they refuse or fail, in whichever of their shapes, as the one error that clients parse. Pure."""
+"""What engines answer when they refuse or fail, in whichever of their shapes, as the one error that clients parse."""
 
 from __future__ import annotations
 

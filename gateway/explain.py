@@ -1,19 +1,22 @@
 """Why a request went where it went: the last decisions and what became of them, in a bounded ring.
 
-Every value is of the moment of the decision, so that a decision can be read (and computed) again later.
+Every value is of the moment of the decision, so that a decision can be read (and computed) again later. Records stay
+long after their requests: texts are clipped, and the blocks of a prompt go when its request is over.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engines.types import Outcome
 from gateway.decider import Decision
+from gateway.errors import clipped
 from routing.types import Candidate
 
 _MAX_ATTEMPTS_SHOWN = 256
+_MAX_OUTCOME_CHARS = 500
 
 
 @dataclass(slots=True)
@@ -30,6 +33,14 @@ class AttemptRecord:
     outcomes: list[Outcome] = field(default_factory=list)
     verdict: str = ""
     cached_tokens: int | None = None
+
+    def note(self, outcome: Outcome) -> None:
+        """A leg of it failed."""
+        self.outcomes.append(replace(outcome, message=outcome.message[:_MAX_OUTCOME_CHARS]))
+
+    def forget_prompt(self) -> None:
+        """The request is over: nobody needs the blocks of its prompt any more, and they are megabytes."""
+        self.decision = replace(self.decision, request=replace(self.decision.request, blocks=()))
 
     def as_json(self) -> dict[str, Any]:
         decision, request = self.decision, self.decision.request
@@ -73,6 +84,12 @@ class Record:
     status: int | None = None
     error: str = ""
     dropped_attempts: int = 0
+
+    def close(self) -> None:
+        """The request is over: keep only what is shown."""
+        self.model, self.error = clipped(self.model), clipped(self.error)
+        for attempt in self.attempts:
+            attempt.forget_prompt()
 
     def add(self, attempt: AttemptRecord) -> None:
         if len(self.attempts) < _MAX_ATTEMPTS_SHOWN:
@@ -166,5 +183,5 @@ def _outcome(outcome: Outcome) -> dict[str, Any]:
         "stage": outcome.stage.value,
         "status": outcome.status,
         "definite": outcome.definite,
-        "message": outcome.message[:500],
+        "message": outcome.message,
     }

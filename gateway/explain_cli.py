@@ -59,11 +59,12 @@ def _words_of_a_gateway(error: Exception) -> str | None:
 
 def show(record: dict[str, Any], console: Console) -> None:
     """One table an attempt: the pairs that were looked at, best first, with every term in milliseconds."""
-    say = partial(console.print, markup=False)  # engines say things in brackets
+    say = partial(console.print, markup=False, highlight=False)  # engines say things in brackets
     error = f": {record['error']}" if record["error"] else ""
+    attempts = f"{len(record['attempts'])} attempt{'' if len(record['attempts']) == 1 else 's'}"
     say(
-        f"request {record['request_id']} on {record['api']} (model {record['model']}, policy {record['policy']}): "
-        f"status {record['status']}, {len(record['attempts'])} attempts{error}"
+        f"request {record['request_id']} on {record['api']} (model {record['model'] or 'not named'}, "
+        f"policy {record['policy']}): status {record['status']}, {attempts}{error}"
     )
     for number, attempt in enumerate(record["attempts"], start=1):
         console.print(_attempt_table(number, attempt))
@@ -74,12 +75,13 @@ def show(record: dict[str, Any], console: Console) -> None:
 
 
 def _attempt_table(number: int, attempt: dict[str, Any]) -> Table:
+    reported = "nothing yet" if attempt["cached_tokens"] is None else attempt["cached_tokens"]
     title = (
-        f"attempt {number}, choice {attempt['choice_index']}: {attempt['prompt_tokens']} prompt tokens, "
-        f"hit predicted {attempt['hit_tokens']}, reported {attempt['cached_tokens']}; milliseconds"
+        f"attempt {number}, choice {attempt['choice_index']}: about {attempt['prompt_tokens']} prompt tokens, "
+        f"{attempt['hit_tokens']} expected in cache (reported: {reported}); times in ms"
     )
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in ("prefill", "decode"):
+    for name in ("", "on", "then"):
         table.add_column(name, no_wrap=True)
     for name in ("hit", "wait", "prefill", "gain", "transfer", "decode", "cap.", "total"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -88,6 +90,7 @@ def _attempt_table(number: int, attempt: dict[str, Any]) -> Table:
         chosen = (candidate["prefill"], candidate["decode"]) == (attempt["prefill"], attempt["decode"])
         terms = [candidate["terms"][term] for term in _TERMS] + [candidate["total_s"]]
         table.add_row(
+            ">" if chosen else "",
             short[candidate["prefill"]],
             short[candidate["decode"]],
             str(candidate["hit_tokens"]),

@@ -9,18 +9,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import socket
 from collections.abc import Awaitable, Callable, Mapping
 
 import orjson
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from gateway import admin_api, auth, lifecycle, relay
+from gateway.attempt import CLIENT_PATIENCE_S
 from gateway.context import Gateway
 from gateway.errors import GatewayError
 from gateway.live import wanted_rid
 from gateway.openai_api import Api
+from gateway.uploads import Uploads
 
 _log = logging.getLogger("pdgate.http")
+_connections_log = logging.getLogger("pdgate.http.connections")
+_IDLE_S = 75.0
+"""How long a connection may be without a whole request head: more than the 60 s of common load balancers."""
+_BACKLOG = 4096
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _RELAYED = ("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize")
 _NOT_ON_PAIRS = (
@@ -41,23 +49,56 @@ _NOT_ON_PAIRS = (
 
 def make_app(gw: Gateway) -> web.Application:
     """The application of one gateway."""
-    app = web.Application(client_max_size=gw.config.server.max_payload_bytes, middlewares=[_errors_as_json])
+    limit_bytes = gw.config.server.max_payload_bytes
+    app = web.Application(client_max_size=limit_bytes, middlewares=[_whole_or_broken_off, _errors_as_json])
+    uploads = Uploads(limit_bytes)
     for api in Api:
-        app.router.add_post(api.value, _generation(gw, api))
+        app.router.add_post(api.value, _generation(gw, uploads, api))
     for path in _RELAYED:
-        app.router.add_post(path, _relay(gw, path))
-    app.router.add_post("/abort_request", _abort(gw))
+        app.router.add_post(path, _relay(gw, uploads, path))
+    app.router.add_post("/abort_request", _abort(gw, uploads))
     for path in _NOT_ON_PAIRS:
         app.router.add_route("*", path, _not_built)
     admin_api.add_routes(app, gw)
     return app
 
 
-def _generation(gw: Gateway, api: Api) -> _Handler:
+def make_runner(gw: Gateway, shutdown_grace_s: float) -> web.AppRunner:
+    """What serves connections; `listen` opens its port."""
+    return web.AppRunner(
+        make_app(gw),
+        access_log=None,
+        logger=_connections_log,
+        handler_cancellation=True,
+        keepalive_timeout=_IDLE_S,
+        shutdown_timeout=shutdown_grace_s,
+    )
+
+
+async def listen(runner: web.AppRunner, host: str, port: int) -> int:
+    """Accept connections from now on; the port. Raises OSError."""
+    site = web.TCPSite(runner, host, port, reuse_address=True, backlog=_BACKLOG)
+    await site.start()
+    for listening in getattr(site._server, "sockets", ()):
+        # Inherited by what it accepts: the kernel drops a client that does not take what was left at the end.
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(CLIENT_PATIENCE_S * 1000))
+    return int(runner.addresses[0][1])
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Whether a log record of aiohttp's server is of a fault of ours: what a client got wrong is no error here."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, (HttpProcessingError, web.RequestPayloadError))
+
+
+_connections_log.addFilter(_is_ours)
+
+
+def _generation(gw: Gateway, uploads: Uploads, api: Api) -> _Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         arrival_s = asyncio.get_running_loop().time()
         auth.check(gw.config.server.api_key, request.headers)
-        body = await _body(request, gw.config.server.max_payload_bytes)
+        body = await uploads.body(request)
         client = _AiohttpClient(request)
         await lifecycle.handle(gw, lifecycle.Arrival(api, body, request.headers, arrival_s), client)
         return client.response
@@ -65,22 +106,22 @@ def _generation(gw: Gateway, api: Api) -> _Handler:
     return handle
 
 
-def _relay(gw: Gateway, path: str) -> _Handler:
+def _relay(gw: Gateway, uploads: Uploads, path: str) -> _Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         auth.check(gw.config.server.api_key, request.headers)
-        body = await _body(request, gw.config.server.max_payload_bytes)
+        body = await uploads.body(request)
         status, answer = await relay.relay(gw, path, body)
         return web.Response(status=status, body=answer, content_type="application/json")
 
     return handle
 
 
-def _abort(gw: Gateway) -> _Handler:
+def _abort(gw: Gateway, uploads: Uploads) -> _Handler:
     """`/abort_request` as SGLang has it, by the id of an answer or the rid its client had asked for: always 200."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
         auth.check(gw.config.server.api_key, request.headers)
-        rid = wanted_rid(await _body(request, gw.config.server.max_payload_bytes))
+        rid = wanted_rid(await uploads.body(request))
         return web.json_response({"aborted": gw.live.abort(rid)})
 
     return handle
@@ -93,21 +134,6 @@ async def _not_built(request: web.Request) -> web.StreamResponse:
         code="unsupported_route",
         safe_to_retry=False,
     )
-
-
-async def _body(request: web.Request, limit_bytes: int) -> bytes:
-    """The whole body. A too large one is refused by its announced length, before it is read."""
-    try:
-        if request.content_length is not None and request.content_length > limit_bytes:
-            raise web.HTTPRequestEntityTooLarge(limit_bytes, request.content_length)
-        return await request.read()
-    except web.HTTPRequestEntityTooLarge:
-        raise GatewayError(
-            413,
-            f"the body is larger than {limit_bytes} bytes (--max-payload-size)",
-            code="request_too_large",
-            safe_to_retry=False,
-        ) from None
 
 
 class _Stream(web.StreamResponse):
@@ -136,6 +162,30 @@ class _AiohttpClient:
 
     async def whole(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
         self.response = web.Response(status=status, headers=headers, body=body)
+        await _send(self._request, self.response)
+
+
+async def _send(request: web.Request, response: web.StreamResponse) -> None:
+    """Write what is still to be written of an answer."""
+    await response.prepare(request)
+    await response.write_eof()
+
+
+@web.middleware
+async def _whole_or_broken_off(request: web.Request, handler: _Handler) -> web.StreamResponse:
+    """See each answer out. A client that has gone, or does not read, loses its connection at once.
+
+    Closing it in peace would wait for ever until the client has taken what is still to be sent.
+    """
+    try:
+        response = await handler(request)
+        async with asyncio.timeout(CLIENT_PATIENCE_S):
+            await _send(request, response)
+        return response
+    except (ConnectionError, TimeoutError):
+        if request.transport is not None:
+            request.transport.abort()
+        raise asyncio.CancelledError from None
 
 
 @web.middleware
@@ -157,9 +207,7 @@ async def _errors_as_json(request: web.Request, handler: _Handler) -> web.Stream
         )
         refused.headers["allow"] = allowed
         return error_response(refused)
-    except ConnectionError:
-        raise asyncio.CancelledError from None  # the client has gone in the middle of a write
-    except web.HTTPException:
+    except (ConnectionError, web.HTTPException):
         raise
     except Exception:
         if request.writer.output_size:
@@ -180,4 +228,7 @@ def error_response(error: GatewayError) -> web.Response:
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
     body = orjson.dumps(error.openai_error())
-    return web.Response(status=error.status, headers=headers, body=body, content_type="application/json")
+    response = web.Response(status=error.status, headers=headers, body=body, content_type="application/json")
+    if headers.get("connection") == "close":
+        response.force_close()
+    return response

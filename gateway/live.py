@@ -1,12 +1,14 @@
 """The requests under way, by the id their client was given and the rid it had asked for, so that they can be aborted.
 
-An abort ends the request as its client's disconnect would, only that the client hears of it.
+An abort ends the request as its client's disconnect would, only that the client hears of it. Once the last bytes of
+its answer are on their way it is too late for that.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from contextvars import ContextVar
 from typing import Any
 
 import orjson
@@ -28,11 +30,22 @@ def wanted_rid(raw: bytes) -> str:
 
 
 class _Live:
-    __slots__ = ("aborted", "task")
+    __slots__ = ("aborted", "ending", "task")
 
     def __init__(self, task: asyncio.Task[Any]) -> None:
         self.task = task
         self.aborted = False
+        self.ending = False
+
+
+_current: ContextVar[_Live | None] = ContextVar("current_request", default=None)
+"""The request that a task works for, its sub-tasks included."""
+
+
+def ending() -> None:
+    """The current request's answer ends here: an abort that comes now comes too late."""
+    if (live := _current.get()) is not None:
+        live.ending = True
 
 
 class LiveRequests:
@@ -46,6 +59,7 @@ class LiveRequests:
         task = asyncio.current_task()
         assert task is not None
         live = _Live(task)
+        _current.set(live)
         for name in names:
             self._by_name.setdefault(name, []).append(live)
         try:
@@ -61,8 +75,8 @@ class LiveRequests:
                 self._forget(name, live)
 
     def abort(self, name: str) -> int:
-        """End every request known by `name`; how many that were."""
-        found = [live for live in self._by_name.get(name, ()) if not live.aborted]
+        """End every request known by `name`, but for those that are ending; how many that were."""
+        found = [live for live in self._by_name.get(name, ()) if not (live.aborted or live.ending)]
         for live in found:
             live.aborted = True
             live.task.cancel()

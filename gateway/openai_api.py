@@ -28,7 +28,9 @@ MAX_RID_CHARS = 128
 _COMPLETIONS_OUTPUT_TOKENS = 16
 _GENERATE_OUTPUT_TOKENS = 128
 
-_STRIPPED = frozenset({"rid", "routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank", "kv_hints"})
+_STRIPPED = frozenset(
+    {"rid", "http_worker_ipc", "routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank", "kv_hints"}
+)
 _STRIPPED_PREFIXES = ("bootstrap_", "x-override-")
 
 # Separators are bytes that UTF-8 never contains, so no text can imitate them.

@@ -7,19 +7,21 @@ carries output, and status line, role event and first content leave in one write
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 import orjson
 
 from engines.sglang_wire import Usage, usage_of
 from engines.sse_frames import EventKind, data_of
-from gateway import merge, sse
-from gateway.attempt import Frames, Sink
+from gateway import live, merge, sse
+from gateway.attempt import CLIENT_PATIENCE_S, Frames, Sink
 from gateway.errors import GatewayError
 from gateway.openai_api import Api, ParsedRequest
 
-_SILENT = (EventKind.ROLE_ONLY, EventKind.COMMENT)
+_SILENT = (EventKind.ROLE_ONLY, EventKind.COMMENT, EventKind.USAGE, EventKind.DONE)
+"""What is no output and no end of one: an attempt that brings nothing else may still be tried again."""
 _LAST_WORDS_S = 5.0
 """How long a client may take to read that its stream has failed."""
 _STREAM_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
@@ -40,7 +42,11 @@ class Client(Protocol):
 
 
 class Reply:
-    """One answer. `headers` may be completed until it is committed; `public_id` and `created` never change."""
+    """One answer. `headers` may be completed until it is committed; `public_id` and `created` never change.
+
+    `held` is what waits for the first output. `ended`: its last bytes were handed over, so it can only be whole or
+    broken off. A client that takes nothing for CLIENT_PATIENCE_S is reported as ConnectionAbortedError.
+    """
 
     def __init__(self, client: Client, request: ParsedRequest, public_id: str, created: int) -> None:
         self.client = client
@@ -48,34 +54,62 @@ class Reply:
         self.public_id = public_id
         self.created = created
         self.headers: dict[str, str] = {}
+        self.held: list[bytes] = []
         self.committed = False
+        self.ended = False
         self.first_output_s: float | None = None
 
-    async def send(self, data: bytes) -> None:
-        """Stream bytes; the first call commits."""
-        if self.committed:
-            await self.client.write(data)
-            return
-        self.committed = True
-        await self.client.begin(200, {**_STREAM_HEADERS, **self.headers}, data)
+    async def send(self, data: bytes, *, last: bool = False) -> None:
+        """Stream bytes; the first call commits, the `last` one ends."""
+        if last:
+            self._ends()
+        async with _patience(CLIENT_PATIENCE_S):
+            if self.committed:
+                await self.client.write(data)
+                return
+            self.committed = True
+            await self.client.begin(200, {**_STREAM_HEADERS, **self.headers}, data)
 
     async def send_whole(self, body: bytes) -> None:
         """The one body of an answer that is not streamed; it commits and ends it."""
         self.committed = True
-        await self.client.whole(200, {**_JSON_HEADERS, **self.headers}, body)
+        self._ends()
+        async with _patience(CLIENT_PATIENCE_S):
+            await self.client.whole(200, {**_JSON_HEADERS, **self.headers}, body)
 
     async def end(self) -> None:
-        """The stream was whole."""
-        await self.client.end()
+        """The stream was whole, even if it brought no output."""
+        self._ends()
+        if self.held or not self.committed:
+            held, self.held = self.held, []
+            await self.send(b"".join(held))
+        async with _patience(CLIENT_PATIENCE_S):
+            await self.client.end()
 
     async def fail(self, error: GatewayError) -> None:
-        """End a committed stream with one clear error event, and no terminator: that one means whole."""
-        try:
-            async with asyncio.timeout(_LAST_WORDS_S):
-                await self.client.write(sse.error_event(error.message, error.kind, error.code, error.param))
-                await self.client.end()
-        except TimeoutError:
-            raise ConnectionAbortedError("the client does not read") from None
+        """End a committed stream with one clear error event, and no terminator: that one means whole.
+
+        Raises ConnectionAbortedError where nothing may follow what was sent, or the client does not read.
+        """
+        if self.ended:
+            raise ConnectionAbortedError("the answer broke off at its very end")
+        async with _patience(_LAST_WORDS_S):
+            await self.client.write(sse.error_event(error.message, error.kind, error.code, error.param))
+            await self.client.end()
+
+    def _ends(self) -> None:
+        self.ended = True
+        live.ending()
+
+
+@asynccontextmanager
+async def _patience(seconds: float) -> AsyncIterator[None]:
+    """One write to a client; ConnectionAbortedError when it takes longer."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError:
+        raise ConnectionAbortedError(f"the client has read nothing for {seconds:g} s") from None
 
 
 class UnitSink(Sink, Protocol):
@@ -95,13 +129,12 @@ class SingleSink:
         self._reply = reply
         self._public_id = reply.public_id.encode()
         self._created = str(reply.created).encode()
-        self._held: list[bytes] = []
         self.sent = False
         self.usage: Usage | None = None
 
     async def frames(self, rid: str, frames: Frames) -> None:
         passed = []
-        commits = False
+        commits = last = False
         for kind, frame in frames:
             if kind is EventKind.USAGE or (kind is EventKind.FINISH and self._reply.request.api is Api.GENERATE):
                 self.usage = _usage_in(frame)
@@ -109,12 +142,13 @@ class SingleSink:
                 continue
             passed.append(sse.patch_identity(frame, rid.encode(), self._public_id, self._created))
             commits = commits or kind not in _SILENT
+            last = last or kind is EventKind.DONE
         if not (commits or self.sent):
-            self._held.extend(passed)
+            self._reply.held.extend(passed)
         elif passed:
             self.sent = True
-            held, self._held = self._held, []
-            await self._reply.send(b"".join([*held, *passed]))
+            held, self._reply.held = self._reply.held, []
+            await self._reply.send(b"".join([*held, *passed]), last=last)
 
     async def answer(self, rid: str, body: bytes) -> None:
         self.usage = usage_of(orjson.loads(body))
@@ -122,7 +156,7 @@ class SingleSink:
         await self._reply.send_whole(sse.patch_identity(body, rid.encode(), self._public_id, self._created))
 
     def restart(self) -> None:
-        self._held.clear()
+        self._reply.held.clear()
 
 
 class Merger:
@@ -132,13 +166,17 @@ class Merger:
         self.reply = reply
         self.usages = merge.UsageMerger(units, reply.request.samples)
         self.bodies: list[dict[str, Any]] = [{} for _ in range(units)]
+        self.held: list[list[bytes]] = [[] for _ in range(units)]
 
     async def finish(self) -> None:
         """Every unit is whole: send what belongs to all of them."""
         request, reply = self.reply.request, self.reply
         if request.stream:
             usage = self.usages.event(reply.public_id, reply.created)
-            await reply.send((usage if usage is not None and request.include_usage else b"") + sse.DONE)
+            held = b"".join(frame for frames in self.held for frame in frames)
+            await reply.send(
+                held + (usage if usage is not None and request.include_usage else b"") + sse.DONE, last=True
+            )
             await reply.end()
             return
         merged: Any
@@ -157,7 +195,7 @@ class MergedSink:
     def __init__(self, merger: Merger, choice_index: int) -> None:
         self._merger = merger
         self._index = choice_index
-        self._held: list[bytes] = []
+        self._held = merger.held[choice_index]
         self.sent = False
         self.usage: Usage | None = None
 
@@ -185,8 +223,9 @@ class MergedSink:
             self._held.extend(passed)
         elif passed:
             self.sent = True
-            held, self._held = self._held, []
-            await reply.send(b"".join([*held, *passed]))
+            passed = [*self._held, *passed]
+            self._held.clear()
+            await reply.send(b"".join(passed))
 
     async def answer(self, rid: str, body: bytes) -> None:
         parsed = orjson.loads(body)

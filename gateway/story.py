@@ -49,7 +49,7 @@ class AttemptObserver:
         self._gw.monitor.progress(self._decision.pair[leg is Leg.DECODE], now_s)
 
     def noted(self, outcome: Outcome) -> None:
-        self._note.outcomes.append(outcome)
+        self._note.note(outcome)
         self._gw.metrics.leg_failed(outcome)
         silent = outcome.kind is FailureKind.TIMEOUT and asyncio.get_running_loop().time() < self._story.deadline_s
         if silent:  # what else fails on a leg, the run tells the monitor itself
@@ -67,7 +67,8 @@ def identity_headers(record: Record) -> dict[str, str]:
 
 
 def close_story(gw: Gateway, record: Record, span: Span) -> None:
-    """The request is over: count it, log its line, end its span."""
+    """The request is over: count it, log its line, end its span; of its record keep only what is shown."""
+    record.close()
     seconds = asyncio.get_running_loop().time() - record.arrival_s
     status = record.status or 500
     pair = record.attempts[-1].decision.pair if record.attempts else None

@@ -58,8 +58,8 @@ def best_pair(
 ) -> Choice | None:
     """The pair with the least total cost, or None when no pair is allowed.
 
-    `rng` chooses among equal pairs. `considered` holds up to `limit` candidates, best first: of those visited, and of
-    the neighbours of the best (same prefill or same decode).
+    `rng` chooses among equal pairs. `considered` holds up to `limit` candidates, best first: all pairs where they are
+    no more, else those visited and the neighbours of the best (same prefill or same decode).
     """
     search = _Search(request, snapshot)
     decodes = _Decodes(decode_sides(request, snapshot.decodes, config), rng)
@@ -78,11 +78,21 @@ def best_pair(
                 best_s, best = total_s, (reach.side, decode)
     if best is None:
         return None
-    for reach in prefills[: 1 + limit // 2]:
-        search.visit(reach.side, best[1])
-    for _, _, _, decode in decodes.by_own[: 1 + limit // 2]:
-        search.visit(best[0], decode)
+    _visit_for_the_record(search, [reach.side for reach in prefills], [row[3] for row in decodes.by_own], best, limit)
     return search.choice(best, limit)
+
+
+def _visit_for_the_record(
+    search: _Search, prefills: Sequence[PrefillSide], decodes: Sequence[DecodeSide], best: _Pair, limit: int
+) -> None:
+    """Price what a reader of the decision asks for next: all pairs of a small fleet, else the best one's neighbours."""
+    if len(prefills) * len(decodes) <= limit:
+        pairs = [(prefill, decode) for prefill in prefills for decode in decodes]
+    else:
+        pairs = [(prefill, best[1]) for prefill in prefills[: 1 + limit // 2]]
+        pairs += [(best[0], decode) for decode in decodes[: 1 + limit // 2]]
+    for prefill, decode in pairs:
+        search.visit(prefill, decode)
 
 
 def separate_choice(

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import islice
 
+from engines.types import EngineId
 from routing.types import DecodeState, RequestView
 
 FILL_RATIO = 0.95
@@ -104,9 +105,37 @@ def has_room(request: RequestView, decode: DecodeState, fill_ratio: float = FILL
     return used_tokens + need_tokens <= limit_ratio * decode.capacity_tokens
 
 
-def can_dispatch(request: RequestView, decodes: Sequence[DecodeState], fill_ratio: float = FILL_RATIO) -> bool:
-    """Whether any of `decodes` has room for `request`."""
-    return any(has_room(request, decode, fill_ratio) for decode in decodes)
+class HeldBack:
+    """What requests that must wait keep from those behind them: their turn, and the decodes that they wait for.
+
+    One that waits for other decodes, because of its model or of where it has failed before, is no reason to wait for
+    those behind it; whoever is equal in both stays behind it.
+    """
+
+    def __init__(self) -> None:
+        self._lines: set[_Line] = set()
+        self._decodes: set[EngineId] = set()
+
+    def waits(self, request: RequestView, full: Iterable[EngineId]) -> None:
+        """`request` must wait until one of the decodes `full` has room for it."""
+        self._lines.add(_line(request))
+        self._decodes.update(full)
+
+    def has_turn(self, request: RequestView) -> bool:
+        """Whether no equal request waits before it."""
+        return _line(request) not in self._lines
+
+    def lets_use(self, decode: EngineId) -> bool:
+        """Whether nobody waits for room on this decode."""
+        return decode not in self._decodes
+
+
+_Line = tuple[str, frozenset[EngineId], frozenset[tuple[EngineId, EngineId]]]
+
+
+def _line(request: RequestView) -> _Line:
+    """Requests that are equal in this may use the same servers."""
+    return request.model, request.excluded_engines, request.excluded_pairs
 
 
 def retry_after_s(queue: WaitingQueue, drained_rps: float, shortest_s: float = 1.0, longest_s: float = 60.0) -> float:

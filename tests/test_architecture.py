@@ -38,6 +38,7 @@ PURE_FILES = (
     "failover/poison.py",
     "gateway/openai_api.py",
     "gateway/merge.py",
+    "gateway/engine_errors.py",
     "gateway/sse.py",
     "gateway/errors.py",
     "gateway/config.py",

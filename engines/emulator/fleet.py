@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import signal
+import sys
 
 import orjson
 
 from engines.emulator.config import add_model_arguments
 from engines.emulator.process import EmulatedServer, ServerFailed
-from engines.types import PROFILES, Role
+from engines.types import Role
 
 _VALUE_FLAGS = (
     "profile",
@@ -54,7 +55,12 @@ def servers(args: argparse.Namespace) -> list[EmulatedServer]:
 
 def run(args: argparse.Namespace) -> int:
     """Start the fleet, print where it is, and serve until SIGTERM or SIGINT; the exit status."""
-    assert args.profile in PROFILES
+    counts = (args.prefill, args.decode, args.plain)
+    if min(counts) < 0 or not any(counts):
+        print(
+            "emulate fleet: --prefill, --decode and --plain are counts, at least one of them above 0", file=sys.stderr
+        )
+        return 2
     return asyncio.run(_run(args))
 
 

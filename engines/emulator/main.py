@@ -46,8 +46,14 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"emulate: {error}", file=sys.stderr)
         return 2
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(options))
+    if args.die_with is None:
+        print(f"emulated {args.role} server on http://{args.host}:{args.port}, model {options.model}", file=sys.stderr)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve(options))
+    except OSError as error:
+        print(f"emulate: cannot listen on {args.host} port {args.port} or its bootstrap port: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

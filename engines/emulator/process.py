@@ -28,7 +28,8 @@ class ServerFailed(RuntimeError):
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     """Ports that were free a moment ago, all different."""
-    sockets = [socket.socket() for _ in range(count)]
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sockets = [socket.socket(family) for _ in range(count)]
     try:
         for each in sockets:
             each.bind((host, 0))
@@ -68,7 +69,8 @@ class EmulatedServer:
 
     @property
     def url(self) -> str:
-        return f"http://{self.host}:{self.port}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
 
     @property
     def pid(self) -> int:
@@ -84,7 +86,8 @@ class EmulatedServer:
 
     async def launch(self) -> None:
         """Start the child without waiting for it."""
-        command = [sys.executable, "-m", "engines.emulator", *self.arguments, "--die-with", str(os.getpid())]
+        # -P: a folder called `engines` in the working directory is not ours.
+        command = [sys.executable, "-P", "-m", "engines.emulator", *self.arguments, "--die-with", str(os.getpid())]
         self._process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL)
 
     async def start(self) -> EmulatedServer:

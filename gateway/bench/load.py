@@ -135,7 +135,7 @@ class _Answer:
         self._headers = exchange.headers
         if exchange.status != 200:
             body = await exchange.read(_ERROR_BODY_BYTES)
-            self.fail(f"{FailureKind.STATUS}_{exchange.status}", body.decode(errors="replace"))
+            self.fail(f"{FailureKind.STATUS}_{exchange.status}", _error_text(body))
             return
         clock = asyncio.get_running_loop().time
         decoder = FrameDecoder()
@@ -156,7 +156,7 @@ class _Answer:
         elif kind is EventKind.DONE:
             self._end_s = now_s
         elif kind is EventKind.ERROR:
-            self.fail(FailureKind.STREAM_ERROR, data_of(frame).decode(errors="replace"))
+            self.fail(FailureKind.STREAM_ERROR, _error_text(data_of(frame)))
         elif kind is EventKind.ABORT:
             self.fail(FailureKind.ABORTED, "finish_reason abort")
 
@@ -184,3 +184,11 @@ class _Answer:
         if self._first_s is None or output_tokens < 2:
             return None
         return (self._last_s - self._first_s) / (output_tokens - 1)
+
+
+def _error_text(body: bytes) -> str:
+    """The message of an OpenAI-shaped error; any other body as it is."""
+    try:
+        return str(orjson.loads(body)["error"]["message"])
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return body.decode(errors="replace")

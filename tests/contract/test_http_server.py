@@ -6,6 +6,7 @@ A faster implementation is one more entry of `IMPLEMENTATIONS`.
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -16,13 +17,12 @@ from typing import Any
 import orjson
 import pytest
 import uvloop
-from aiohttp import web
 
-from gateway import lifecycle, relay
+from gateway import http_server, lifecycle, relay, uploads
 from gateway.config import ServerConfig
 from gateway.context import Gateway
 from gateway.errors import bad_request, overloaded
-from gateway.http_server import make_app
+from gateway.http_server import listen, make_runner
 from gateway.lifecycle import Arrival
 from gateway.openai_api import Api
 from gateway.reply import Client
@@ -41,11 +41,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:Overriding the .event_loop_polic
 @asynccontextmanager
 async def serve_aiohttp(gw: Gateway) -> AsyncIterator[int]:
     """The edge as `app.py` runs it; gives its port."""
-    runner = web.AppRunner(make_app(gw), access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+    runner = make_runner(gw, 1.0)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    yield runner.addresses[0][1]
+    yield await listen(runner, "127.0.0.1", 0)
     await runner.cleanup()
 
 
@@ -151,7 +149,8 @@ class Raw:
 
 @asynccontextmanager
 async def connected(edge: Edge, **options: Any) -> AsyncIterator[Raw]:
-    raw = Raw(*await asyncio.open_connection("127.0.0.1", edge.port, **options))
+    where = {} if "sock" in options else {"host": "127.0.0.1", "port": edge.port}
+    raw = Raw(*await asyncio.open_connection(**where, **options))
     yield raw
     raw.close()
 
@@ -374,6 +373,88 @@ async def test_a_body_that_breaks_off_is_no_request(edge: Edge) -> None:
     assert len(edge.arrivals) == 1
 
 
+@pytest.mark.parametrize("bound", ["PAUSE_S", "BODY_S"])
+async def test_a_body_that_does_not_come_is_a_408(edge: Edge, monkeypatch: pytest.MonkeyPatch, bound: str) -> None:
+    monkeypatch.setattr(uploads, bound, 0.3)
+
+    async def trickle(raw: Raw) -> None:
+        while bound == "BODY_S":
+            await raw.send(b"x")
+            await asyncio.sleep(0.02)
+
+    async with connected(edge) as raw:
+        await raw.send(post(b"x" * 100_000)[:-90_000])
+        trickling = asyncio.ensure_future(trickle(raw))
+        answer = await raw.answer()
+        trickling.cancel()
+        await asyncio.gather(trickling, return_exceptions=True)
+    assert (answer.status, answer.error["code"]) == (408, "request_timeout")
+    assert (answer.headers["connection"], answer.headers["x-should-retry"]) == ("close", "true")
+    assert edge.arrivals == []
+
+
+async def test_a_slow_body_that_goes_on_is_taken(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uploads, "PAUSE_S", 0.5)
+    monkeypatch.setattr(uploads, "_LOOK_S", 0.05)
+    data = post(b"x" * 8)
+    async with connected(edge) as raw:
+        await raw.send(data[:-8])
+        for _ in range(8):
+            await asyncio.sleep(0.1)
+            await raw.send(b"x")
+        assert (await raw.answer()).status == 200
+    assert edge.arrivals[0].body == b"x" * 8
+
+
+@pytest.mark.parametrize("announced", [True, False], ids=["announced", "in chunks"])
+async def test_too_many_bytes_on_their_way_in_are_a_503(
+    edge: Edge, monkeypatch: pytest.MonkeyPatch, announced: bool
+) -> None:
+    monkeypatch.setattr(uploads, "ALL_BODIES_BYTES", 0)  # then it is twice the largest body
+    size = LIMIT_BYTES - 1000
+    head = post(b"").replace(b"Length: 0", b"Length: %d" % size)
+    if not announced:
+        head = f"POST {Api.CHAT} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+        head += b"%x\r\n" % size + bytes(size)
+    async with serve_aiohttp(edge.gw) as port:
+        small = Edge(port, edge.gw, edge.script, [])
+        async with connected(small) as first, connected(small) as second:
+            await first.send(head)
+            await second.send(head)
+            await asyncio.sleep(0.5)
+            answer = await ask(small, post(b"x" * 10_000))
+            assert (answer.status, answer.error["code"], answer.headers["retry-after"]) == (503, "overloaded", "2")
+            first.abort()
+            await asyncio.sleep(0.1)
+            assert (await ask(small, post(b"x" * 10_000))).status == 200
+
+
+def errors_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+async def test_a_body_that_is_no_gzip_is_a_400(edge: Edge, caplog: pytest.LogCaptureFixture) -> None:
+    answer = await ask(edge, post(b"not packed", headers="Content-Encoding: gzip\r\n"))
+    assert (answer.status, answer.error["code"]) == (400, "invalid_body")
+    await asyncio.sleep(0.05)
+    assert errors_in(caplog) == []
+    assert edge.arrivals == []
+
+
+async def test_broken_chunks_are_a_400_at_once(edge: Edge, caplog: pytest.LogCaptureFixture) -> None:
+    head = f"POST {Api.CHAT} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    async with connected(edge) as raw:
+        await raw.send(head + b"1\r\n{\r\n")
+        await asyncio.sleep(0.05)
+        await raw.send(b"ZZ\r\n}\r\n0\r\n\r\n")
+        async with asyncio.timeout(2.0):
+            answer = await raw.answer()
+            assert await raw.closed()
+    assert (answer.status, answer.error["code"]) == (400, "invalid_body")
+    assert errors_in(caplog) == []
+    assert edge.arrivals == []
+
+
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
@@ -422,13 +503,16 @@ async def test_head_is_get_without_a_body(edge: Edge) -> None:
         b"POST /generate HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
     ],
 )
-async def test_what_is_not_http_ends_its_connection_only(edge: Edge, garbage: bytes) -> None:
+async def test_what_is_not_http_ends_its_connection_only(
+    edge: Edge, garbage: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     async with connected(edge) as raw, asyncio.timeout(SOON_S):
         await raw.send(garbage)
         raw.writer.write_eof()
         said = await raw.reader.read()
     assert said == b"" or said.startswith((b"HTTP/1.1 400", b"HTTP/1.0 400"))
     assert edge.arrivals == []
+    assert errors_in(caplog) == []
     assert (await ask(edge, post())).status == 200
 
 
@@ -576,6 +660,91 @@ async def test_a_slow_client_holds_its_stream_back(edge: Edge) -> None:
         while chunk := await raw.chunk():
             size += len(chunk)
         assert size == 1 + pieces * len(piece)
+
+
+SENT = bytes(1 << 22)
+
+
+async def left_of(raw: Raw) -> int:
+    """Read on: how many bytes still come until the connection ends."""
+    size = 0
+    async with asyncio.timeout(SOON_S):
+        try:
+            while piece := await raw.reader.read(1 << 16):
+                size += len(piece)
+        except ConnectionResetError:
+            pass
+    return size
+
+
+def narrow(edge: Edge) -> socket.socket:
+    """A connection that takes little before it is read."""
+    small = socket.socket()
+    small.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    small.connect(("127.0.0.1", edge.port))
+    return small
+
+
+async def test_a_client_that_was_given_up_loses_its_connection_at_once(edge: Edge) -> None:
+    """To close it in peace would wait until it has read all."""
+    given_up = asyncio.Event()
+
+    async def stream(arrival: Arrival, client: Client) -> None:
+        await client.begin(200, EVENT_STREAM, b"x")
+        try:
+            async with asyncio.timeout(0.2):
+                await client.write(SENT * 2)
+        except TimeoutError:
+            given_up.set()
+            raise ConnectionAbortedError("the client does not read") from None
+
+    edge.script = stream
+    async with connected(edge, sock=narrow(edge), limit=1024) as raw, asyncio.timeout(SOON_S):
+        await raw.send(post())
+        await given_up.wait()
+        await asyncio.sleep(0.05)
+        assert await left_of(raw) < len(SENT) * 2
+
+
+async def test_a_whole_answer_is_sent_before_its_request_is_over(edge: Edge) -> None:
+    begun, over = asyncio.Event(), asyncio.Event()
+
+    async def whole(arrival: Arrival, client: Client) -> None:
+        begun.set()
+        await client.whole(200, {}, SENT * 4)
+        over.set()
+
+    edge.script = whole
+    async with connected(edge, sock=narrow(edge), limit=1024) as raw, asyncio.timeout(SOON_S):
+        await raw.send(post())
+        await begun.wait()
+        await asyncio.sleep(0.1)
+        assert not over.is_set()
+        assert len((await raw.answer()).body) == len(SENT) * 4
+        await over.wait()
+
+
+async def test_an_answer_of_any_kind_is_waited_for_within_bounds(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answer(gw: Gateway, path: str, body: bytes) -> tuple[int, bytes]:
+        return 200, SENT * 2
+
+    monkeypatch.setattr(relay, "relay", answer)
+    monkeypatch.setattr(http_server, "CLIENT_PATIENCE_S", 0.2)
+    async with connected(edge, sock=narrow(edge), limit=1024) as raw:
+        await raw.send(post(path="/tokenize"))
+        await asyncio.sleep(0.5)
+        assert await left_of(raw) < len(SENT) * 2
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /generate HTTP/1.1\r\nHost: x\r\n"], ids=["nothing", "half a head"])
+async def test_a_connection_without_a_request_is_closed(
+    edge: Edge, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    monkeypatch.setattr(http_server, "_IDLE_S", 0.2)
+    async with serve_aiohttp(edge.gw) as port, connected(Edge(port, edge.gw, hello, [])) as raw:
+        await raw.send(sent)
+        async with asyncio.timeout(2.0):
+            assert await raw.closed()
 
 
 # ---- calls for any one server ----------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import asyncio
 import gc
 import gzip
 import hashlib
+import os
 import resource
 import socket
 import tracemalloc
@@ -727,6 +728,21 @@ async def test_a_thousand_at_once(make: Make) -> None:
         replies = await asyncio.gather(*fetches)
     await client.close()
     assert {reply.body for reply in replies} == {b"ok"}
+
+
+async def test_no_descriptor_left_is_no_fault_of_the_server(upstream: Upstream) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    async with serving(answer_ok) as server:
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+        try:
+            with pytest.raises(UpstreamError, match="file descriptors") as caught:
+                await upstream.open("POST", server.url, body=b"{}")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert (caught.value.kind, caught.value.definite) == (FailureKind.STATUS, True)
+        assert (await upstream.fetch("POST", server.url, body=b"{}", timeout_s=SOON_S)).body == b"ok"
 
 
 async def test_ipv6_literal(upstream: Upstream) -> None:

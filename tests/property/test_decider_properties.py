@@ -139,3 +139,38 @@ def test_every_request_is_decided_or_refused_and_in_order(sizes: list[int]) -> N
         assert len(order) == len(sizes)
 
     runs()
+
+
+DECODES = tuple(EngineId(f"http://d{number}") for number in range(3))
+
+
+@given(st.lists(st.tuples(st.integers(1, 6000), st.sets(st.sampled_from(DECODES), max_size=2)), max_size=30))
+def test_the_first_never_waits_beside_room_and_nobody_overtakes_its_equals(
+    asked: list[tuple[int, set[EngineId]]],
+) -> None:
+    """Retries with any exclusions: whoever was there first gets each decode first, and the queue always drains."""
+
+    @timeless
+    async def runs() -> None:
+        at = decider(up("p0", "d0", "d1", "d2"))
+        order: list[int] = []
+
+        async def one(number: int, tokens: int, excluded: set[EngineId]) -> None:
+            wanted = request(prompt_tokens=tokens, deadline_s=now_s() + 1000, excluded_engines=frozenset(excluded))
+            decision = await at.submit(wanted)
+            order.append(number)
+            assert decision.decode.engine_id not in excluded
+            await asyncio.sleep(1.0)
+            at.finished(decision)
+            # Who is first in the queue now finds every decode that it may use too full for it.
+            for first in at.queue.ready(1):
+                for name in set(DECODES) - first.excluded_engines:
+                    assert at.bookings.decode_kv_tokens(name) + first.kv_tokens > 9500
+
+        await asyncio.gather(*(one(number, *each) for number, each in enumerate(asked)))
+        for line in {frozenset(excluded) for _, excluded in asked}:
+            equals = [number for number in order if asked[number][1] == line]
+            assert equals == sorted(equals)
+        assert len(order) == len(asked)
+
+    runs()

@@ -8,6 +8,7 @@ import orjson
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.engine_errors import engine_error_to_openai
 from gateway.openai_api import Api, canonical_chat, expand, parse
 
 texts = st.text(alphabet=st.characters(codec="utf-8"), max_size=12)

@@ -295,6 +295,55 @@ async def test_a_dead_server_is_looked_at_twice_a_second() -> None:
         assert 9 <= world.probes_of(P0) <= 12
 
 
+# ---- one look for all who ask ----------------------------------------------------------------------------------------
+
+
+@timeless
+async def test_all_who_ask_at_once_share_one_probe() -> None:
+    async with watched() as world:
+        world.server.takes_s = 0.01
+        for _ in range(200):
+            world.monitor.leg_failed(broke())
+        answers = await asyncio.gather(*(world.monitor.probe_now(P0) for _ in range(200)))
+        assert all(answers)
+        await asyncio.sleep(0.2)
+        assert world.probes_of(P0) == 2, "the first look, and one for all; the loop does not look a third time"
+
+
+@timeless
+async def test_a_loop_that_looks_already_is_shared_too() -> None:
+    async with watched() as world:
+        world.server.takes_s = 0.5
+        await asyncio.sleep(2.2)
+        assert world.probes_of(P0) == 2
+        assert await world.monitor.probe_now(P0)
+        assert world.probes_of(P0) == 2
+
+
+@timeless
+async def test_a_look_that_began_before_the_leg_broke_proves_nothing() -> None:
+    async with watched() as world:
+        world.server.takes_s = 0.5
+        await asyncio.sleep(2.2)
+        world.monitor.leg_failed(broke())
+        answers = asyncio.gather(*(world.monitor.probe_now(P0) for _ in range(50)))
+        await asyncio.sleep(0.4)
+        world.server.down()
+        assert not any(await answers)
+        assert world.probes_of(P0) == 3
+
+
+@timeless
+async def test_one_who_gives_up_does_not_end_the_look_of_the_others() -> None:
+    async with watched() as world:
+        world.server.takes_s = 0.5
+        first, second = (asyncio.ensure_future(world.monitor.probe_now(P0)) for _ in range(2))
+        await asyncio.sleep(0.1)
+        first.cancel()
+        assert await second
+        assert world.probes_of(P0) == 2
+
+
 # ---- the end ---------------------------------------------------------------------------------------------------------
 
 

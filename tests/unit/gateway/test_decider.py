@@ -11,9 +11,9 @@ import pytest
 from engines.fleet import Fleet
 from engines.types import CacheFormat, EngineId, EngineLoad, Health
 from gateway.candidates import hit_tokens
-from gateway.decider import Decider, Decision
+from gateway.decider import Decider, Decision, _Waiter
 from gateway.errors import GatewayError
-from routing.queueing import QueueLimits
+from routing.queueing import HeldBack, QueueLimits
 from routing.types import RequestView
 from tests.fakes import FACTS, decider, now_s, request, timeless, up
 
@@ -204,6 +204,92 @@ def test_a_slow_server_is_waited_for(name: str) -> None:
         assert (await task).pair == (P0, D0)
 
     waits()
+
+
+# ---- who waits for whom ----------------------------------------------------------------------------------------------
+
+
+def retried(**changes: object) -> RequestView:
+    """One that has failed on d0."""
+    return request(excluded_engines=frozenset({D0}), **changes)
+
+
+@timeless
+async def test_a_retry_that_waits_for_its_only_decode_holds_nobody_back_from_another() -> None:
+    at = decider(up("p0", "d0", "d1"))
+    await submitted(at, *[retried() for _ in range(FITS)])
+    (retry,) = await submitted(at, retried())
+    others = await submitted(at, *[request() for _ in range(5)])
+    assert not retry.done()
+    assert [decision.decode.engine_id for decision in done(others)] == [D0] * 5
+    await give_up([retry])
+
+
+@timeless
+async def test_nobody_takes_the_room_that_a_retry_waits_for() -> None:
+    at = decider(up("p0", "d0", "d1"))
+    running = done(await submitted(at, *[retried() for _ in range(FITS)]))
+    (retry,) = await submitted(at, retried(prompt_tokens=3400))
+    others = await submitted(at, *[request() for _ in range(FITS + 4)])
+    assert len(done(others)) == FITS
+    for decision in running[:2]:
+        at.finished(decision)
+        await asyncio.sleep(0)
+    assert not retry.done(), "two ended, and it needs the room of three"
+    assert len(done(others)) == FITS
+    at.finished(running[2])
+    assert (await retry).decode.engine_id == D1
+    await give_up(others)
+
+
+@timeless
+async def test_an_equal_request_does_not_overtake_even_when_it_fits() -> None:
+    at = decider(up("p0", "d0", "d1"))
+    await at.submit(retried(prompt_tokens=7000, expected_output_tokens=1))
+    big, small = await submitted(at, retried(prompt_tokens=7000), retried(prompt_tokens=10, expected_output_tokens=1))
+    (other,) = await submitted(at, request())
+    assert (big.done(), small.done(), other.done()) == (False, False, True)
+    await give_up([big, small])
+
+
+@timeless
+async def test_a_full_model_holds_back_no_other() -> None:
+    fleet = up(*PAIRS)
+    for engine in (P1, D1):
+        fleet.set_facts(engine, replace(FACTS, model="other", boot_fingerprint="other"))
+        fleet.set_health(engine, Health.READY)
+    at = decider(fleet)
+    tasks = await submitted(at, *[request() for _ in range(FITS + 3)])
+    (other,) = await submitted(at, request(model="other"))
+    assert (await other).pair == (P1, D1)
+    assert len(done(tasks)) == FITS
+    await give_up(tasks)
+
+
+@timeless
+async def test_a_look_at_the_queue_decides_once_for_equals_and_not_at_all_when_all_is_full() -> None:
+    at = decider(up("p0", "d0", "d1"))
+    first = [request(prompt_tokens=7000) for _ in range(2)]
+    await submitted(at, *first)
+    tired = [retried(prompt_tokens=7000) for _ in range(30)]
+    tasks = await submitted(at, *tired, *[request(prompt_tokens=7000) for _ in range(30)])
+    asked: list[RequestView] = []
+    decide = at._decide
+
+    def counted(waiter: _Waiter, held: HeldBack) -> Decision | None:
+        asked.append(waiter.request)
+        return decide(waiter, held)
+
+    at._decide = counted  # type: ignore[method-assign]
+    at.pump()
+    assert [len(each.excluded_engines) for each in asked] == [1, 0]
+    await give_up(tasks[:30])
+    asked.clear()
+    tasks += await submitted(at, *[retried(prompt_tokens=7000) for _ in range(3)])
+    asked.clear()
+    at.pump()
+    assert len(asked) == 1, "the first waits for every decode there is"
+    await give_up(tasks)
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

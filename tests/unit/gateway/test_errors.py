@@ -23,6 +23,15 @@ def test_an_error_has_the_shape_that_client_libraries_parse() -> None:
     assert str(error) == error.message
 
 
+def test_a_clients_own_text_is_told_back_up_to_a_bound() -> None:
+    error = bad_request("m" * 10**6, param="p" * 10**6)
+    assert error.param is not None
+    assert (len(error.message), len(error.param), len(str(error))) == (1000, 200, 1000)
+    assert error.message.endswith("…")
+    whole = bad_request("m" * 1000, param="p" * 200)
+    assert (whole.message, whole.param) == ("m" * 1000, "p" * 200)
+
+
 @pytest.mark.parametrize(
     ("error", "status", "kind", "retry", "after_s"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import orjson
+import pytest
 
 from engines.types import EngineId, FailureKind, Leg, Outcome, Stage
 from gateway.explain import AttemptRecord, ExplainRing, Record
@@ -70,19 +71,35 @@ async def test_a_record_keeps_every_term_and_outcome() -> None:
     decision = await at.submit(request(prompt_tokens=1000))
     note = AttemptRecord(decision, 2**62, 0, 0.25, handed_over_s=0.5)
     failed = Outcome(EngineId("http://d0"), Leg.DECODE, FailureKind.RESET, Stage.STREAMING, "x" * 9999, 500)
-    note.outcomes.append(failed)
+    note.note(failed)
     one.add(note)
     shown = orjson.loads(orjson.dumps(one.as_json()))
     (attempt,) = shown["attempts"]
     assert attempt["rid"] == decision.rid
     assert attempt["room"] == str(2**62), "as text: a browser's numbers end at 2**53"
     assert (attempt["prefill"], attempt["decode"]) == decision.pair
-    assert attempt["total_s"] == sum(attempt["terms"].values())
+    assert attempt["total_s"] == pytest.approx(sum(attempt["terms"].values()))
     assert {each["decode"] for each in attempt["considered"]} == {"http://d0", "http://d1"}
     assert attempt["outcomes"][0]["kind"] == "reset"
     assert len(attempt["outcomes"][0]["message"]) == 500
     assert set(attempt["versions"]) == {"fleet", "index", "bookings", "estimates"}
     assert (attempt["decided_s"], attempt["handed_over_s"], attempt["ended_s"]) == (0.25, 0.5, None)
+
+
+@timeless
+async def test_a_record_of_a_request_that_is_over_keeps_no_prompt_and_no_long_texts() -> None:
+    at = decider(up("p0", "d0"))
+    one = Record("r1", "/generate", "m" * 10**6, "cost", 0.0, error="e" * 10**6)
+    decision = await at.submit(request(blocks=tuple(bytes([n]) * 16 for n in range(10))))
+    one.add(AttemptRecord(decision, 1, 0, 0.0))
+    before = one.attempts[0].as_json()
+    one.close()
+    assert one.attempts[0].decision.request.blocks == ()
+    assert one.attempts[0].as_json() == before
+    assert (len(one.model), len(one.error)) == (1000, 1000)
+    assert len(decision.request.blocks) == 10, "the decider releases by them"
+    at.finished(decision)
+    assert not at.index._pending
 
 
 @timeless

@@ -193,6 +193,18 @@ async def test_both_legs_get_one_rid_and_one_room(world: World) -> None:
 
 
 @story
+async def test_a_request_that_is_over_leaves_nothing_of_its_prompt_in_its_record(world: World) -> None:
+    world.servers.behave = first_calls("d", REFUSED)
+    await world.ask()
+    record = world.gw.explain.newest()
+    assert record is not None
+    assert len(record.attempts) == 2
+    assert not any(attempt.decision.request.blocks for attempt in record.attempts)
+    held = world.gw.decider.index
+    assert sum(held.held_blocks(attempt.decision.prefill.engine_id) for attempt in record.attempts) > 0
+
+
+@story
 async def test_a_second_turn_goes_where_its_prefix_is(world: World) -> None:
     await world.ask()
     first = world.record["attempts"][0]
@@ -361,7 +373,9 @@ async def test_each_verdict_is_noted_on_its_own_attempt(world: World) -> None:
             return exchange
         if host.startswith("d") and decodes == 2:
             exchange = FakeExchange(200, *[chat_event(letter, body["rid"]) for letter in "slow"])
-            asyncio.get_running_loop().call_later(5.0, lambda: (exchange.send(DONE), exchange.end()))
+            asyncio.get_running_loop().call_later(
+                5.0, lambda: (exchange.send(chat_event("", finish="stop"), DONE), exchange.end())
+            )
             return exchange
         return None
 
@@ -391,7 +405,7 @@ async def test_a_stream_that_breaks_off_ends_with_one_error(world: World) -> Non
 async def test_a_prefill_that_dies_after_hand_over_changes_nothing(world: World) -> None:
     decode = FakeExchange()
     world.servers.behave = lambda host, body: decode if host.startswith("d") else dying()
-    asyncio.get_running_loop().call_later(0.1, decode.send, chat_event("a"), DONE)
+    asyncio.get_running_loop().call_later(0.1, decode.send, chat_event("a", finish="stop"), DONE)
     asyncio.get_running_loop().call_later(0.2, decode.end)
     await world.ask()
     assert world.text == "a"

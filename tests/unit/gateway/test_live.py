@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from gateway.errors import GatewayError
-from gateway.live import LiveRequests, wanted_rid
+from gateway.live import LiveRequests, ending, wanted_rid
 
 
 async def for_ever() -> None:
@@ -44,6 +44,31 @@ async def test_a_client_that_leaves_during_an_abort_has_left() -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+@pytest.mark.parametrize("in_sub_task", [False, True])
+async def test_a_request_that_ends_is_not_aborted_any_more(in_sub_task: bool) -> None:
+    live, may_end = LiveRequests(), asyncio.Event()
+
+    async def end() -> None:
+        ending()
+
+    async def work() -> None:
+        await (asyncio.ensure_future(end()) if in_sub_task else end())
+        await may_end.wait()
+
+    ends = asyncio.ensure_future(live.run(("id",), work()))
+    goes_on = asyncio.ensure_future(live.run(("id",), for_ever()))
+    await asyncio.sleep(0.01)
+    assert live.abort("id") == 1, "the one that goes on"
+    may_end.set()
+    await ends
+    with pytest.raises(GatewayError):
+        await goes_on
+
+
+def test_outside_of_a_request_nothing_ends() -> None:
+    ending()
 
 
 async def test_names_may_be_shared_and_unknown_ones_end_nothing() -> None:

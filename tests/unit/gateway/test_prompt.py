@@ -158,3 +158,11 @@ def test_every_view_has_a_name_of_its_own(gw: Gateway) -> None:
 @timeless_with_gateway
 def test_the_size_of_the_body_is_counted_for_the_queue(gw: Gateway) -> None:
     assert view(gw).body_bytes > len(TEXT)
+
+
+@timeless_with_gateway
+def test_the_body_of_a_batch_is_counted_once(gw: Gateway) -> None:
+    body = {"prompt": [TEXT] * 7, "n": 3}
+    body_bytes = len(orjson.dumps({"model": "tiny", **body}))
+    parts = views(gw, Api.COMPLETIONS, **body)
+    assert body_bytes <= sum(part.body_bytes for part in parts) < body_bytes + len(parts)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import orjson
 import pytest
 
 from engines.sse_frames import EventKind, FrameDecoder, data_of, event_kind
+from gateway.attempt import CLIENT_PATIENCE_S
 from gateway.errors import bad_request
+from gateway.live import LiveRequests
 from gateway.openai_api import Api, parse
 from gateway.reply import MergedSink, Merger, Reply, SingleSink
-from tests.fakes import DONE, RID, FakeClient, chat_answer, chat_event, event, usage, usage_event
+from tests.fakes import DONE, RID, FakeClient, chat_answer, chat_event, event, now_s, timeless, usage, usage_event
 
 OTHER_RID = "cd" * 16
 PUBLIC, CREATED = "ef" * 16, 1_800_000_000
@@ -65,13 +68,43 @@ async def test_status_role_and_first_content_leave_in_one_call() -> None:
     assert client.calls == ["begin", "write"]
 
 
-@pytest.mark.parametrize(
-    "first", [chat_event("", finish="stop"), DONE, event({"odd": 1})], ids=["finish", "done", "odd"]
-)
+@pytest.mark.parametrize("first", [chat_event("", finish="stop"), event({"odd": 1})], ids=["finish", "odd"])
 async def test_an_end_commits_as_well_as_content(first: bytes) -> None:
     reply, client = reply_to()
     await SingleSink(reply).frames(RID, frames(chat_event(None), first))
     assert client.calls == ["begin"]
+
+
+@pytest.mark.parametrize("silent", [usage_event(), DONE, usage_event() + DONE], ids=["usage", "done", "both"])
+async def test_what_is_no_output_does_not_commit(silent: bytes) -> None:
+    reply, client = reply_to(stream_options={"include_usage": True})
+    sink = SingleSink(reply)
+    await sink.frames(RID, frames(chat_event(None), *FrameDecoder().feed(silent)))
+    assert (client.calls, sink.sent, reply.committed, reply.ended) == ([], False, False, False)
+    sink.restart()
+    await sink.frames(RID, frames(chat_event("a"), chat_event("", finish="stop"), DONE))
+    assert texts(client) == ["a", ""]
+    assert client.body.count(DONE) == 1
+
+
+async def test_a_stream_without_output_is_still_sent_whole() -> None:
+    reply, client = reply_to(stream_options={"include_usage": True})
+    await SingleSink(reply).frames(RID, frames(chat_event(None), usage_event(), DONE))
+    await reply.end()
+    assert client.calls == ["begin", "end"]
+    assert seen(client)[1]["usage"]["prompt_tokens"] == 10
+    assert client.body.endswith(DONE)
+
+
+async def test_a_merged_stream_without_output_is_still_sent_whole() -> None:
+    reply, client = reply_to(n=2)
+    merger = Merger(reply, 2)
+    for index in range(2):
+        await MergedSink(merger, index).frames(RID, frames(chat_event(None), usage_event(), DONE))
+    await merger.finish()
+    assert client.calls == ["begin", "end"]
+    assert [each["choices"][0]["index"] for each in seen(client)[:-1]] == [0, 1]
+    assert client.body.endswith(DONE)
 
 
 async def test_a_whole_answer_commits_when_it_is_complete() -> None:
@@ -96,6 +129,81 @@ async def test_an_error_after_the_commit_is_one_event_and_no_terminator() -> Non
         {"error": {"message": "boom", "type": "invalid_request_error", "param": "p", "code": "c"}}
     ]
     assert b"[DONE]" not in client.body
+
+
+# ---- the end ---------------------------------------------------------------------------------------------------------
+
+
+class StuckClient(FakeClient):
+    """A client that takes what is begun, and nothing after it."""
+
+    async def stand_still(self, *_: object) -> None:
+        await asyncio.Event().wait()
+
+    write = end = whole = stand_still  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("how", ["end", "send_whole", "send", "fail"])
+@timeless
+async def test_a_client_that_takes_nothing_is_waited_for_within_bounds(how: str) -> None:
+    reply, _ = reply_to()
+    reply.client = StuckClient()
+    await reply.send(b"first")
+    steps = {
+        "end": lambda: reply.end(),
+        "send_whole": lambda: reply.send_whole(b"{}"),
+        "send": lambda: reply.send(b"more"),
+        "fail": lambda: reply.fail(bad_request("boom")),
+    }
+    began_s = now_s()
+    with pytest.raises(ConnectionAbortedError):
+        await steps[how]()
+    assert now_s() - began_s == pytest.approx(5.0 if how == "fail" else CLIENT_PATIENCE_S)
+
+
+async def test_nothing_follows_the_terminator() -> None:
+    reply, client = reply_to()
+    await SingleSink(reply).frames(RID, frames(chat_event("a"), chat_event("", finish="stop"), DONE))
+    assert reply.ended
+    with pytest.raises(ConnectionAbortedError):
+        await reply.fail(bad_request("boom"))
+    assert client.body.endswith(DONE)
+    assert client.calls == ["begin"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_nothing_follows_the_end_of_a_merged_answer(stream: bool) -> None:
+    reply, client = reply_to(n=2, stream=stream)
+    merger = Merger(reply, 2)
+    for index in range(2):
+        if stream:
+            await MergedSink(merger, index).frames(RID, frames(chat_event("a")))
+        else:
+            await MergedSink(merger, index).answer(RID, chat_answer("a"))
+    await merger.finish()
+    sent = client.body
+    with pytest.raises(ConnectionAbortedError):
+        await reply.fail(bad_request("boom"))
+    assert client.body == sent
+
+
+async def test_an_answer_that_ends_cannot_be_aborted_any_more() -> None:
+    reply, client = reply_to()
+    live = LiveRequests()
+    may_end = asyncio.Event()
+
+    async def work() -> None:
+        sink = SingleSink(reply)
+        await sink.frames(RID, frames(chat_event("a")))
+        await sink.frames(RID, frames(chat_event("", finish="stop"), DONE))
+        await may_end.wait()
+
+    task = asyncio.ensure_future(live.run((PUBLIC,), work()))
+    await asyncio.sleep(0.01)
+    assert live.abort(PUBLIC) == 0
+    may_end.set()
+    await task
+    assert client.body.endswith(DONE)
 
 
 # ---- what is passed on -----------------------------------------------------------------------------------------------

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from engines.types import Role
-from routing.queueing import Offer, QueueLimits, WaitingQueue, can_dispatch, has_room, retry_after_s
+from engines.types import EngineId, Role
+from routing.queueing import HeldBack, Offer, QueueLimits, WaitingQueue, has_room, retry_after_s
 from tests.unit.routing.fleets import decode, load, request, view
 
 
@@ -83,10 +83,16 @@ def test_slots_are_room_and_reuse_needs_none() -> None:
     assert has_room(request(), decode(capacity_tokens=350, reuse_tokens=12_000))
 
 
-def test_one_decode_with_room_is_enough() -> None:
-    full = decode(booked_tokens=600_000, booked_requests=1)
-    assert not can_dispatch(request(), [full])
-    assert can_dispatch(request(), [full, decode("d1")])
+def test_who_waits_holds_back_its_equals_and_the_decodes_it_waits_for() -> None:
+    d0, d1 = EngineId("d0"), EngineId("d1")
+    held = HeldBack()
+    assert held.has_turn(request())
+    held.waits(request().avoiding(d0, None), [d1])
+    assert not held.has_turn(request(prompt_tokens=1).avoiding(d0, None))
+    assert held.has_turn(request())
+    assert held.has_turn(request(model="other").avoiding(d0, None))
+    assert held.has_turn(request().avoiding(d0, (d0, d1)))
+    assert (held.lets_use(d0), held.lets_use(d1)) == (True, False)
 
 
 @pytest.mark.parametrize(
