@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Protocol
 
-from engines.types import EngineId, EngineLoad, EngineView, FleetSnapshot, Health, PrefillWork, Role, prefill_s
+from engines.types import EngineId, EngineView, FleetSnapshot, Health, PrefillWork, Role, prefill_s
 from gateway.bookings import Booking, Bookings
 from gateway.candidates import BLOCK_BYTES, decode_state, no_pair_error, prefill_state
 from gateway.errors import GatewayError, no_pair, overloaded
+from gateway.kv_audit import KvAudit
 from gateway.learned import Learned
 from routing import filters
 from routing.index import PrefixIndex
@@ -70,15 +71,6 @@ class _Waiter:
     decided: asyncio.Future[Decision]
 
 
-@dataclass(frozen=True, slots=True)
-class _Explained:
-    """What was booked on a server when a load report came, and what of that report it can explain."""
-
-    load: EngineLoad
-    booked_tokens: int
-    tokens: int
-
-
 class Decider:
     """The decider of one process. Used from the event loop only."""
 
@@ -103,12 +95,12 @@ class Decider:
         self._waiters: dict[str, _Waiter] = {}
         self._left_s: deque[float] = deque(maxlen=256)
         self._pairs_of: tuple[int, frozenset[tuple[EngineId, EngineId]]] = (-1, frozenset())
-        self._explained: dict[EngineId, _Explained] = {}
         self.index = index
         self.store = store
         self.learned = learned
         self.queue = queue
         self.bookings = Bookings()
+        self._audit = KvAudit(self.bookings)
 
     # ---- requests ------------------------------------------------------------------------------------------------
 
@@ -358,35 +350,15 @@ class Decider:
     def fleet_changed(self, engine_id: EngineId) -> None:
         """Health, facts or load of a server changed."""
         view = next(view for view in self._fleet.snapshot().engines if view.engine_id == engine_id)
-        self._note_explained(view)
+        self._audit.note(view)
         if view.facts is not None and view.spec.role is Role.PREFILL:
             block_tokens = BLOCK_BYTES / self.learned.bytes_per_token(view.facts.model)
             self.index.set_capacity(engine_id, int(view.facts.max_total_tokens / block_tokens))
         self.pump()
 
     def unaccounted_tokens(self, view: EngineView) -> float | None:
-        """KV tokens in use on a server that no live attempt explains; None while it reports no load.
-
-        A report is compared with what was booked when it came or at the one before, whichever is more: bookings that
-        ended since were still in it.
-        """
-        if view.load is None:
-            return None
-        noted = self._explained.get(view.engine_id)
-        explained = noted.tokens if noted is not None and noted.load is view.load else self._booked_kv_tokens(view)
-        return max(0, view.load.used_tokens - explained)
-
-    def _note_explained(self, view: EngineView) -> None:
-        before = self._explained.get(view.engine_id)
-        if view.load is not None and (before is None or before.load is not view.load):
-            booked = self._booked_kv_tokens(view)
-            tokens = booked if before is None else max(booked, before.booked_tokens)
-            self._explained[view.engine_id] = _Explained(view.load, booked, tokens)
-
-    def _booked_kv_tokens(self, view: EngineView) -> int:
-        if view.spec.role is Role.PREFILL:
-            return self.bookings.prefill_kv_tokens(view.engine_id)
-        return self.bookings.decode_kv_tokens(view.engine_id)
+        """KV tokens in use on a server that no live attempt explains; None while it reports no load."""
+        return self._audit.unaccounted_tokens(view)
 
     def _same_epoch(self, view: EngineView) -> bool:
         now = next((now for now in self._fleet.snapshot().engines if now.engine_id == view.engine_id), None)

@@ -33,6 +33,9 @@ from gateway.story import AttemptObserver, Story, close_story, identity_headers
 from gateway.tracing import leg_headers
 from gateway.verdict import Tries, final_error, judge
 
+_AT_ONCE = 32
+"""Engine requests of one batch that are begun before others get their turn on the loop."""
+
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
@@ -89,15 +92,22 @@ async def _answer(gw: Gateway, story: Story, units: Sequence[Unit]) -> None:
         return
     merger = Merger(story.reply, len(units))
     leads: dict[int, asyncio.Future[EngineId | None]] = {}
-    tasks = []
-    for unit in units:
-        lead = leads.get(unit.prompt_index)
-        if lead is None:
-            leads[unit.prompt_index] = asyncio.get_running_loop().create_future()
-        sink = MergedSink(merger, unit.choice_index)
-        work = _run_sample(gw, story, unit, sink, leads[unit.prompt_index], leads=lead is None)
-        tasks.append(spawn(_expected_error(work), f"choice {unit.choice_index} of {story.record.request_id}"))
-    await _all_or_first_error(tasks)
+    tasks: list[asyncio.Task[Exception | None]] = []
+    try:
+        for unit in units:
+            lead = leads.get(unit.prompt_index)
+            if lead is None:
+                leads[unit.prompt_index] = asyncio.get_running_loop().create_future()
+            sink = MergedSink(merger, unit.choice_index)
+            work = _run_sample(gw, story, unit, sink, leads[unit.prompt_index], leads=lead is None)
+            tasks.append(spawn(_expected_error(work), f"choice {unit.choice_index} of {story.record.request_id}"))
+            if len(tasks) % _AT_ONCE == 0:
+                await asyncio.sleep(0)
+        await _first_error(tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
     await merger.finish()
 
 
@@ -124,16 +134,11 @@ async def _expected_error(work: Coroutine[Any, Any, None]) -> Exception | None:
     return None
 
 
-async def _all_or_first_error(tasks: Sequence[asyncio.Task[Exception | None]]) -> None:
-    """Wait for all; the first error (or our own cancellation) cancels the rest and waits for their end."""
-    try:
-        for ended in asyncio.as_completed(tasks):
-            if (error := await ended) is not None:
-                raise error
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+async def _first_error(tasks: Sequence[asyncio.Task[Exception | None]]) -> None:
+    """Wait for all; raises the first error at once."""
+    for ended in asyncio.as_completed(tasks):
+        if (error := await ended) is not None:
+            raise error
 
 
 async def _run_unit(
