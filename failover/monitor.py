@@ -213,5 +213,6 @@ class Monitor:
             return
         self._registry.set_health(engine_id, health, "" if health is Health.READY else reason)
         if health is not view.health:
-            _log.info("%s %s is %s%s", view.spec.role, engine_id, health, f": {reason}" if reason else "")
+            level = logging.INFO if health is Health.READY else logging.WARNING
+            _log.log(level, "%s %s is %s%s", view.spec.role, engine_id, health, f": {reason}" if reason else "")
             self._listener.fleet_changed(engine_id)

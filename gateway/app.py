@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from random import Random, SystemRandom
 
 import uvloop
+from aiohttp import web
 
 from engines.fleet import Fleet
 from engines.sglang import SglangEngine, SglangStrategy
@@ -42,6 +43,8 @@ from routing.queueing import QueueLimits, WaitingQueue
 _log = logging.getLogger("pdgate")
 _LOADS_PER_PROBE = 4
 """Load snapshots are cheap for a server (shared memory) and probes are not: take more of them."""
+_LAST_WORDS_S = 6.0
+"""At shutdown, how long the last answers may take to be read."""
 _LAST_RELEASES_S = 6.0
 """At shutdown, how long abandoned attempts may take to be released: the five seconds of aborts, and one."""
 
@@ -130,13 +133,13 @@ async def started(gw: Gateway) -> AsyncIterator[Gateway]:
 
 async def serve(config: Config, *, announce: bool = True) -> int:
     """Serve until a stop signal; then no new connections, and what runs may end within the grace period."""
-    stop = asyncio.Event()
+    stop, hurry = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in process.stop_signals():
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
     gw = build(config)
     async with started(gw):
-        runner = make_runner(gw, config.deadlines.shutdown_grace_s)
+        runner = make_runner(gw, _LAST_WORDS_S)
         await runner.setup()
         try:
             port = await listen(runner, config.server.host, config.server.port)
@@ -149,9 +152,24 @@ async def serve(config: Config, *, announce: bool = True) -> int:
         if announce:
             _announce(config, port)
         await stop.wait()
-        _log.info("stopping: no new connections, waiting for %d running attempts", gw.decider.bookings.live())
+        await _drain(gw, runner, hurry, config.deadlines.shutdown_grace_s)
         await runner.cleanup()
     return 0
+
+
+async def _drain(gw: Gateway, runner: web.AppRunner, hurry: asyncio.Event, grace_s: float) -> None:
+    """No new connections; what runs may end within the grace period, or until a second signal. The rest is told."""
+    for site in tuple(runner.sites):
+        await site.stop()
+    if len(gw.live):
+        text = "stopping: waiting for %d requests, at most %g s (--shutdown-grace-period-secs) or until a second signal"
+        _log.warning(text, len(gw.live), grace_s)
+    waits = [spawn(gw.live.idle(), "drain"), spawn(hurry.wait(), "second signal")]
+    await asyncio.wait(waits, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+    for task in waits:
+        task.cancel()
+    if ended := gw.live.shut_down():
+        _log.warning("%d requests were ended with an error, as they had not ended in time", ended)
 
 
 def _announce(config: Config, port: int) -> None:
@@ -160,11 +178,11 @@ def _announce(config: Config, port: int) -> None:
         _log.warning("%s", note)
     _log.info(
         "listening on http://%s:%s for %d prefill and %d decode servers, policy %s; prefix ownership in memory",
-        config.server.host,
+        f"[{config.server.host}]" if ":" in config.server.host else config.server.host,
         port,
         len(config.fleet.prefills),
         len(config.fleet.decodes),
-        config.routing.policy,
+        config.routing.shown,
     )
 
 

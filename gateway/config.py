@@ -61,6 +61,13 @@ class RoutingConfig:
     seed: int | None = None
     profile: EngineProfile = H100_70B
 
+    @property
+    def shown(self) -> str:
+        """The policy in words: one name, or one for each side where they choose separately."""
+        if self.prefill_policy is None and self.decode_policy is None:
+            return self.policy
+        return f"{self.prefill_policy or self.policy} (prefill) and {self.decode_policy or self.policy} (decode)"
+
 
 @dataclass(frozen=True, slots=True)
 class QueueConfig:
@@ -175,7 +182,7 @@ def from_args(args: argparse.Namespace) -> Config:
         raise ConfigError("add --pd-disaggregation: pdgate serves prefill/decode pairs only (yet)")
     routing, notes = _routing(args)
     return Config(
-        server=ServerConfig(args.host, args.port, args.max_payload_size, args.api_key, args.log_level),
+        server=ServerConfig(args.host.strip("[]"), args.port, args.max_payload_size, args.api_key, args.log_level),
         fleet=_fleet(args),
         routing=routing,
         queue=QueueConfig(args.queue_max_requests, args.queue_max_bytes, args.queue_timeout_secs),

@@ -97,8 +97,12 @@ _connections_log.addFilter(_is_ours)
 def _generation(gw: Gateway, uploads: Uploads, api: Api) -> _Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         arrival_s = asyncio.get_running_loop().time()
-        auth.check(gw.config.server.api_key, request.headers)
-        body = await uploads.body(request)
+        try:
+            auth.check(gw.config.server.api_key, request.headers)
+            body = await uploads.body(request)
+        except GatewayError as error:  # what comes in is counted by its lifecycle
+            gw.metrics.request(api, error.status)
+            raise
         client = _AiohttpClient(request)
         await lifecycle.handle(gw, lifecycle.Arrival(api, body, request.headers, arrival_s), client)
         return client.response

@@ -1,4 +1,4 @@
-"""Whether the KV that servers report in use is explained by live attempts: what is not is a leak, or somebody else's."""
+"""Whether the KV that servers report in use is explained by live attempts; what is not leaks, or is somebody else's."""
 
 from __future__ import annotations
 

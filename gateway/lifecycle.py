@@ -54,7 +54,7 @@ async def handle(gw: Gateway, arrival: Arrival, client: Client) -> None:
     """
     public_id = new_rid(gw.rng)
     span = gw.tracing.begin(arrival.api, arrival.headers)
-    record = Record(public_id, arrival.api, "", gw.config.routing.policy, arrival.arrival_s)
+    record = Record(public_id, arrival.api, "", gw.config.routing.shown, arrival.arrival_s)
     try:
         request = openai_api.parse(arrival.api, arrival.body)
         units = admit(gw, request)

@@ -29,13 +29,40 @@ def wanted_rid(raw: bytes) -> str:
     return rid
 
 
+def _aborted() -> GatewayError:
+    return GatewayError(499, "the request was aborted", code="aborted", stage=Stage.STREAMING, definite=False)
+
+
+def _shutting_down() -> GatewayError:
+    return GatewayError(
+        503,
+        "the gateway is shutting down and could not wait for this answer any longer",
+        code="shutting_down",
+        kind="service_unavailable",
+        stage=Stage.STREAMING,
+        definite=False,
+        retry_after_s=1.0,
+        safe_to_retry=True,
+    )
+
+
 class _Live:
-    __slots__ = ("aborted", "ending", "task")
+    """One request; `error` is why it was ended from outside, `ending` that its answer is over anyway."""
+
+    __slots__ = ("ending", "error", "task")
 
     def __init__(self, task: asyncio.Task[Any]) -> None:
         self.task = task
-        self.aborted = False
+        self.error: GatewayError | None = None
         self.ending = False
+
+    def end(self, error: GatewayError) -> bool:
+        """End it with this error, once; whether it was to be ended."""
+        if self.ending or self.error is not None:
+            return False
+        self.error = error
+        self.task.cancel()
+        return True
 
 
 _current: ContextVar[_Live | None] = ContextVar("current_request", default=None)
@@ -53,6 +80,12 @@ class LiveRequests:
 
     def __init__(self) -> None:
         self._by_name: dict[str, list[_Live]] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def idle(self) -> None:
+        """Wait until nobody is being served."""
+        await self._idle.wait()
 
     async def run(self, names: tuple[str, ...], work: Coroutine[Any, Any, None]) -> None:
         """Await `work` in this task, abortable under each of `names`. Raises GatewayError when it was aborted."""
@@ -60,27 +93,29 @@ class LiveRequests:
         assert task is not None
         live = _Live(task)
         _current.set(live)
+        self._idle.clear()
         for name in names:
             self._by_name.setdefault(name, []).append(live)
         try:
             await work
         except asyncio.CancelledError:
-            if not live.aborted or task.uncancel() > 0:
+            if live.error is None or task.uncancel() > 0:
                 raise
-            raise GatewayError(
-                499, "the request was aborted", code="aborted", stage=Stage.STREAMING, definite=False
-            ) from None
+            raise live.error from None
         finally:
             for name in names:
                 self._forget(name, live)
+            if not self._by_name:
+                self._idle.set()
 
     def abort(self, name: str) -> int:
         """End every request known by `name`, but for those that are ending; how many that were."""
-        found = [live for live in self._by_name.get(name, ()) if not (live.aborted or live.ending)]
-        for live in found:
-            live.aborted = True
-            live.task.cancel()
-        return len(found)
+        return sum(live.end(_aborted()) for live in self._by_name.get(name, ()))
+
+    def shut_down(self) -> int:
+        """End every request that has not ended, as the gateway stops; how many that were."""
+        everyone = {id(live): live for lives in self._by_name.values() for live in lives}
+        return sum(live.end(_shutting_down()) for live in everyone.values())
 
     def __len__(self) -> int:
         return len({id(live) for lives in self._by_name.values() for live in lives})

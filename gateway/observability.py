@@ -101,10 +101,21 @@ class Metrics:
 def log_request(
     request_id: str, api: str, status: int, seconds: float, attempts: int, pair: tuple[str, str] | None, error: str
 ) -> None:
-    """The one line of a request, as key=value."""
+    """The one line of a request, as key=value; a warning when it is no fault of its client that it failed."""
     where = f" prefill={pair[0]} decode={pair[1]}" if pair else ""
     why = f" error={error!r}" if error else ""
-    _log.info("id=%s api=%s status=%d s=%.3f attempts=%d%s%s", request_id, api, status, seconds, attempts, where, why)
+    failed = bool(error) and (status >= 500 or status == 200)
+    _log.log(
+        logging.WARNING if failed else logging.INFO,
+        "id=%s api=%s status=%d s=%.3f attempts=%d%s%s",
+        request_id,
+        api,
+        status,
+        seconds,
+        attempts,
+        where,
+        why,
+    )
 
 
 class _FleetCollector(Collector):

@@ -46,7 +46,6 @@ class Uploads:
         size_bytes = 0
         with self._counted() as share:
             share.grow_to(request.content_length or 0)
-            request.content.set_read_chunk_size(self._body_limit_bytes)
             while part := await _next_part(request):
                 parts.append(part)
                 size_bytes += len(part)

@@ -31,6 +31,26 @@ async def test_a_gateway_lets_running_answers_finish(one_pair: Cluster) -> None:
     assert await one_pair.gateway.wait(5.0) == 0
 
 
+@pytest.mark.parametrize("hurry", [False, True], ids=["grace over", "second signal"])
+async def test_what_does_not_end_in_time_is_told_so(hurry: bool) -> None:
+    grace = ("--shutdown-grace-period-secs", "60" if hurry else "0.3")
+    async with Cluster(1, 1, gateway=grace) as cluster:
+        held = await hold_at(cluster, TOKEN, False, True)
+        cluster.gateway.send_signal(signal.SIGTERM)
+        if hurry:
+            await eventually(lambda: _listens(cluster), 5.0)
+            cluster.gateway.send_signal(signal.SIGTERM)
+        for asked in held.asked:
+            answer = await asked.finish()
+            (error,) = answer.errors
+            assert error["code"] == "shutting_down"
+            assert answer.status == (200 if answer.text() else 503)
+            assert answer.ended
+            assert not answer.done
+        assert await cluster.gateway.wait(10.0) == 0
+        await eventually(lambda: _kept(cluster), 5.0)
+
+
 async def _listens(cluster: Cluster) -> str:
     async with aiohttp.ClientSession() as fresh:  # a pooled connection might still be served
         try:

@@ -26,6 +26,17 @@ async def test_an_abort_ends_the_request_with_an_error_of_its_own(name: str) -> 
     assert len(live) == 0
 
 
+async def test_shutting_down_ends_everybody_once_and_says_so() -> None:
+    live = LiveRequests()
+    tasks = [asyncio.ensure_future(live.run((f"id-{number}", "shared"), for_ever())) for number in range(3)]
+    await asyncio.sleep(0)
+    live.abort("id-0")
+    assert live.shut_down() == 2
+    assert live.shut_down() == 0
+    ended = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [error.code for error in ended if isinstance(error, GatewayError)] == ["aborted", *["shutting_down"] * 2]
+
+
 async def test_a_client_that_leaves_is_no_abort() -> None:
     live = LiveRequests()
     task = asyncio.ensure_future(live.run(("public",), for_ever()))
