@@ -7,7 +7,7 @@ prompt i // samples is what unit i was asked. Nothing that came in is changed; f
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import orjson
 
@@ -21,7 +21,7 @@ def merge_chat(bodies: Sequence[Json], public_id: str, created: int) -> Json:
 
 def merge_completions(bodies: Sequence[Json], public_id: str, created: int, samples: int) -> Json:
     """One completion with all choices, in order; the prompt tokens of a prompt count once, not once a sample."""
-    choices = [{**choice, "index": index} for index, body in enumerate(bodies) for choice in body.get("choices") or ()]
+    choices = [{**choice, "index": index} for index, body in enumerate(bodies) for choice in _choices(body)]
     usage = merge_usage([body.get("usage") for body in bodies], samples)
     return {**bodies[0], "id": public_id, "created": created, "choices": choices, "usage": usage}
 
@@ -36,10 +36,10 @@ def merge_usage(usages: Sequence[Json | None], samples: int) -> Json | None:
 
     What is said of a prompt is taken from its first sample: later samples found it in the cache.
     """
-    known = [usage for usage in usages if usage]
+    known = [usage for usage in usages if _makes_sense(usage)]
     if not known:
         return None
-    first_samples = [usage for usage in usages[::samples] if usage]
+    first_samples = [usage for usage in usages[::samples] if _makes_sense(usage)]
     prompt_tokens = sum(usage.get("prompt_tokens") or 0 for usage in first_samples)
     completion_tokens = sum(usage.get("completion_tokens") or 0 for usage in known)
     merged = {
@@ -57,7 +57,7 @@ def merge_usage(usages: Sequence[Json | None], samples: int) -> Json | None:
 
 def chat_chunk(chunk: Json, choice_index: int, public_id: str, created: int) -> Json:
     """A stream chunk of one unit as a chunk of the merged stream; the same for /v1/completions."""
-    choices = [{**choice, "index": choice_index} for choice in chunk.get("choices") or ()]
+    choices = [{**choice, "index": choice_index} for choice in _choices(chunk)]
     return {**chunk, "id": public_id, "created": created, "choices": choices}
 
 
@@ -95,6 +95,17 @@ class UsageMerger:
         return b"data: " + orjson.dumps(chunk) + b"\n\n"
 
 
+def _choices(body: Json) -> list[Json]:
+    choices = body.get("choices")
+    return [choice for choice in choices if isinstance(choice, dict)] if isinstance(choices, list) else []
+
+
+def _makes_sense(usage: Any) -> TypeGuard[Json]:
+    """Whether a usage has counts that can be added up."""
+    names = ("prompt_tokens", "completion_tokens", "reasoning_tokens")
+    return isinstance(usage, dict) and bool(usage) and all(type(usage.get(name) or 0) is int for name in names)
+
+
 def _with_meta_id(body: Json, public_id: str, index: int) -> Json:
     """The unit's id under the public one, in the form SGLang gives to the items of a batch."""
     meta_info = body.get("meta_info")
@@ -107,7 +118,7 @@ def _sum_counts(details: Iterable[Json | None]) -> Json | None:
     """Counts added up by name; None when there are none at all."""
     total: dict[str, int] = {}
     for counts in details:
-        for name, count in (counts or {}).items():
+        for name, count in counts.items() if isinstance(counts, dict) else ():
             if type(count) is int:
                 total[name] = total.get(name, 0) + count
     return total or None

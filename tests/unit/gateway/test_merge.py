@@ -151,3 +151,26 @@ def test_the_usage_chunk_holds_no_choice_even_if_no_engine_sent_one() -> None:
     event = merger.event("chatcmpl-1", 7)
     assert event is not None
     assert orjson.loads(event[6:])["choices"] == []
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"prompt_tokens": "7", "completion_tokens": 1},
+        {"prompt_tokens": 7, "completion_tokens": 1.5},
+        {"prompt_tokens": 7, "completion_tokens": 1, "reasoning_tokens": "x"},
+        "none",
+        5,
+    ],
+)
+def test_counts_that_make_no_sense_are_left_out(bad: Any) -> None:
+    good = {"prompt_tokens": 3, "completion_tokens": 2, "prompt_tokens_details": "odd"}
+    total = merged([good, bad], samples=2)
+    assert total is not None
+    assert (total["prompt_tokens"], total["completion_tokens"]) == (3, 2)
+    assert merged([bad], samples=1) is None
+
+
+@pytest.mark.parametrize("choices", [5, None, [None], "x"])
+def test_choices_that_make_no_sense_are_left_out(choices: Any) -> None:
+    assert chat_chunk({"choices": choices}, 0, "id", 1)["choices"] == []
