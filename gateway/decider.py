@@ -26,6 +26,7 @@ from routing.policies import Policy
 from routing.queueing import FILL_RATIO, HeldBack, Offer, WaitingQueue, has_room, retry_after_s
 from routing.types import Choice, Dropped, RequestView, RoutingSnapshot
 
+_EXPIRE_EVERY_S = 30.0
 _CLEAR_MISS_RATIO = 0.9
 """Blocks stand for a mean number of tokens: less than a tenth (and a block) off is no miss."""
 _LOOK_AHEAD = 64
@@ -93,6 +94,7 @@ class Decider:
         self._new_rid = new_rid
         self._is_stale = is_stale
         self._waiters: dict[str, _Waiter] = {}
+        self._expire_s = 0.0
         self._left_s: deque[float] = deque(maxlen=256)
         self._pairs_of: tuple[int, frozenset[tuple[EngineId, EngineId]]] = (-1, frozenset())
         self.index = index
@@ -322,6 +324,8 @@ class Decider:
         self.index.confirm(prefill, request.blocks)
         if decision.claim is not None:
             self.store.confirm(decision.claim, now_s)
+        if predicted:
+            self.store.refresh(prefill, decision.prefill.epoch, request.blocks, now_s)
 
     def _learn_prefill(self, decision: Decision, cached_tokens: int | None, took_s: float | None) -> None:
         facts, work = decision.prefill.facts, decision.booking.work
@@ -351,10 +355,18 @@ class Decider:
         """Health, facts or load of a server changed."""
         view = next(view for view in self._fleet.snapshot().engines if view.engine_id == engine_id)
         self._audit.note(view)
+        self._expire_owners()
         if view.facts is not None and view.spec.role is Role.PREFILL:
             block_tokens = BLOCK_BYTES / self.learned.bytes_per_token(view.facts.model)
             self.index.set_capacity(engine_id, int(view.facts.max_total_tokens / block_tokens))
         self.pump()
+
+    def _expire_owners(self) -> None:
+        """Forget owners that nobody hit for long, now and then."""
+        now_s = asyncio.get_running_loop().time()
+        if now_s >= self._expire_s:
+            self._expire_s = now_s + _EXPIRE_EVERY_S
+            self.store.expire(now_s)
 
     def unaccounted_tokens(self, view: EngineView) -> float | None:
         """KV tokens in use on a server that no live attempt explains; None while it reports no load."""

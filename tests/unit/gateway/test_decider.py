@@ -635,3 +635,25 @@ async def test_retry_after_follows_the_rate_at_which_requests_leave() -> None:
     assert at.retry_after_s() == pytest.approx(6 / (6 / 10))
     await give_up(waiting)
     at.finished(running)
+
+
+@timeless
+async def test_owners_live_on_while_they_are_hit_and_end_when_they_are_not() -> None:
+    fleet = up("p0", "d0")
+    at = decider(fleet)
+    blocks = tuple(bytes([number]) * 16 for number in range(4))
+
+    async def ask() -> None:
+        decision = await at.submit(request(blocks=blocks))
+        at.handed_over(decision)
+        at.finished(decision)
+
+    await ask()
+    await asyncio.sleep(400.0)
+    await ask()
+    await asyncio.sleep(300.0)
+    at.fleet_changed(P0)
+    assert list(at.store.snapshot(now_s())), "the hit renewed it, or it would have ended at 600 s"
+    await asyncio.sleep(700.0)
+    at.fleet_changed(P0)
+    assert not list(at.store.snapshot(0.0)), "gone, and not only expired"
