@@ -324,8 +324,6 @@ class Decider:
         self.index.confirm(prefill, request.blocks)
         if decision.claim is not None:
             self.store.confirm(decision.claim, now_s)
-        if predicted:
-            self.store.refresh(prefill, decision.prefill.epoch, request.blocks, now_s)
 
     def _learn_prefill(self, decision: Decision, cached_tokens: int | None, took_s: float | None) -> None:
         facts, work = decision.prefill.facts, decision.booking.work
