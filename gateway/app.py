@@ -161,9 +161,11 @@ async def _drain(gw: Gateway, runner: web.AppRunner, hurry: asyncio.Event, grace
     """No new connections; what runs may end within the grace period, or until a second signal. The rest is told."""
     for site in tuple(runner.sites):
         await site.stop()
-    if len(gw.live):
-        text = "stopping: waiting for %d requests, at most %g s (--shutdown-grace-period-secs) or until a second signal"
-        _log.warning(text, len(gw.live), grace_s)
+    _log.info(
+        "stopping: no new connections, waiting for %d requests; at most %g s, or until a second signal",
+        len(gw.live),
+        grace_s,
+    )
     waits = [spawn(gw.live.idle(), "drain"), spawn(hurry.wait(), "second signal")]
     await asyncio.wait(waits, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
     for task in waits:
