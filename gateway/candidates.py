@@ -27,7 +27,7 @@ def prefill_state(
     facts = view.facts
     assert facts is not None  # the filters dropped views without facts
     timing = learned.prefill_timing(view.engine_id, facts.chunk_tokens)
-    hit = match.get(view.engine_id, NO_HIT)
+    hit = match.get(view.engine_id, NO_HIT) if facts.radix_cache else NO_HIT
     page_tokens = facts.cache_format.page_size_tokens
     booked_tokens = bookings.uncached_tokens(view.engine_id)
     reported_tokens = view.load.waiting_uncached_tokens if view.load is not None else 0

@@ -16,7 +16,7 @@ from typing import Protocol
 from engines.types import EngineId, EngineView, FleetSnapshot, Health, PrefillWork, Role, prefill_s
 from gateway.bookings import Booking, Bookings
 from gateway.candidates import BLOCK_BYTES, decode_state, no_pair_error, prefill_state
-from gateway.errors import GatewayError, no_pair, overloaded
+from gateway.errors import no_pair, overloaded
 from gateway.kv_audit import KvAudit
 from gateway.learned import Learned
 from routing import filters
@@ -168,7 +168,7 @@ class Decider:
             return True
         try:
             decision = self._decide(waiter, held)
-        except GatewayError as error:
+        except Exception as error:  # a refusal, or a fault of ours: its own request's to bear, not who happens to pump
             waiter.decided.set_exception(error)
             self.queue.take(request.request_id)
             return True

@@ -54,13 +54,12 @@ class Releaser:
 
     async def _release(self, run: PairRun, whole: bool) -> None:
         views = {leg: run.attempt.view(leg) for leg in Leg}
-
         before = {leg: self._fleet.view(view.engine_id).load for leg, view in views.items()}
 
         async def watch(leg: Leg) -> Counted:
             return self._counted(views[leg], before[leg])
 
-        engines = [view.engine_id for view in views.values()]
+        engines = [views[leg].engine_id for leg in run.open_legs]
         self._on_engine.update(engines)
         try:
             if whole and await run.wait_ended(_ANSWER_GRACE_S):

@@ -57,7 +57,6 @@ class Reply:
         self.held: list[bytes] = []
         self.committed = False
         self.ended = False
-        self.first_output_s: float | None = None
 
     async def send(self, data: bytes, *, last: bool = False) -> None:
         """Stream bytes; the first call commits, the `last` one ends."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import orjson
 
 DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": keep-alive\n\n"
 _CREATED = b'"created":'
 _CREATED_DIGITS = 10
 

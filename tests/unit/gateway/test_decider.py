@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -657,3 +658,33 @@ async def test_owners_live_on_while_they_are_hit_and_end_when_they_are_not() -> 
     await asyncio.sleep(700.0)
     at.fleet_changed(P0)
     assert not list(at.store.snapshot(0.0)), "gone, and not only expired"
+
+
+@timeless
+async def test_a_prefill_without_a_cache_is_never_expected_to_hit() -> None:
+    fleet = up("p0", "d0")
+    fleet.set_facts(P0, replace(FACTS, radix_cache=False))
+    at = decider(fleet)
+    for _ in range(2):
+        decision = await at.submit(request(prompt_tokens=1000, blocks=BLOCKS))
+        assert decision.choice.best.hit_tokens == 0
+        at.handed_over(decision)
+        at.finished(decision)
+
+
+@timeless
+async def test_a_fault_in_a_decision_is_borne_by_its_own_request() -> None:
+    class Faulty:
+        def choose(self, view: Any, snapshot: Any, rng: Any) -> Any:
+            if view.prompt_tokens == 666:
+                raise ZeroDivisionError("a bug")
+            return real.choose(view, snapshot, rng)
+
+    at = decider(up("p0", "d0"))
+    real, at._policy = at._policy, Faulty()
+    bad = asyncio.ensure_future(at.submit(request(prompt_tokens=666)))
+    good = await at.submit(request(prompt_tokens=100))
+    with pytest.raises(ZeroDivisionError):
+        await bad
+    at.finished(good)
+    assert (at.bookings.live(), len(at.queue)) == (0, 0)

@@ -60,7 +60,6 @@ def test_identity_of_a_whole_body() -> None:
     "frame",
     [
         sse.DONE,
-        sse.KEEP_ALIVE,
         b'data: {"id":"another","created":17959553820}\n\n',
         b'data: {"created":null}\n\n',
         b'data: {"created":"1795955382"}\n\n',
@@ -87,4 +86,3 @@ def test_error_event_of_an_unsendable_message() -> None:
 
 def test_kinds_of_what_we_write() -> None:
     assert event_kind(sse.DONE) is EventKind.DONE
-    assert event_kind(sse.KEEP_ALIVE) is EventKind.COMMENT
