@@ -680,11 +680,17 @@ async def test_a_fault_in_a_decision_is_borne_by_its_own_request() -> None:
                 raise ZeroDivisionError("a bug")
             return real.choose(view, snapshot, rng)
 
-    at = decider(up("p0", "d0"))
+    fleet = up("p0", "d0")
+    fleet.set_facts(D0, replace(FACTS, max_running_requests=1))
+    at = decider(fleet)
     real, at._policy = at._policy, Faulty()
+    first = await at.submit(request(prompt_tokens=100))
     bad = asyncio.ensure_future(at.submit(request(prompt_tokens=666)))
-    good = await at.submit(request(prompt_tokens=100))
+    good = asyncio.ensure_future(at.submit(request(prompt_tokens=100)))
+    await asyncio.sleep(0)
+    assert len(at.queue) == 2
+    at.finished(first)  # lets the next two leave, and must not hear of what is wrong with them
     with pytest.raises(ZeroDivisionError):
         await bad
-    at.finished(good)
+    at.finished(await good)
     assert (at.bookings.live(), len(at.queue)) == (0, 0)
