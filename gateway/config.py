@@ -9,10 +9,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from string import ascii_letters, digits
+from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from engines.types import H100_70B, PROFILES, EngineId, EngineProfile, EngineSpec, Role
+from gateway.refused_flags import REFUSED_FLAGS, Refuse
 
 MAX_PROBE_INTERVAL_S = 4.0
 """A prefill whose bootstrap server was not seen for 5 s gets no new rooms."""
@@ -104,6 +106,27 @@ class ExplainConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class OwnershipStoreConfig:
+    """Where prefix ownership is kept. `url` None: a private Redis; "memory": in this process alone.
+
+    `namespace` names the fleet: gateways of one fleet share it, and one Redis may serve several fleets.
+    """
+
+    url: str | None = field(default=None, repr=False)
+    namespace: str = "default"
+    memory_bytes: int = 256 << 20
+    """Of a private Redis: what is beyond that it refuses."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerConfig:
+    """Where the model's tokenizer lies (a folder, or tokenizer.json), and a chat template that overrides its own."""
+
+    path: str | None = None
+    chat_template: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """All of it. `notes` are lines the operator is shown at the start."""
 
@@ -114,6 +137,8 @@ class Config:
     deadlines: DeadlineConfig = DeadlineConfig()
     retry: RetryConfig = RetryConfig()
     explain: ExplainConfig = ExplainConfig()
+    ownership: OwnershipStoreConfig = OwnershipStoreConfig()
+    tokenizer: TokenizerConfig = TokenizerConfig()
     notes: tuple[str, ...] = ()
 
 
@@ -159,6 +184,8 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add(routing, "--explain-ring", _whole(1), base.explain.ring, "latest decisions kept for `explain`")
 
+    _add_ownership_arguments(parser.add_argument_group("prefix ownership"), base)
+
     limits = parser.add_argument_group("limits")
     _add(limits, "--queue-max-requests", _whole(0), base.queue.max_requests, "requests that may wait")
     _add(limits, "--queue-max-bytes", _whole(1), base.queue.max_bytes, "bytes of bodies that may wait")
@@ -173,7 +200,22 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     _add(limits, "--max-attempts", _whole(1), base.retry.max_attempts, "attempts a request may have in all")
 
     for flag, advice in REFUSED_FLAGS.items():
-        parser.add_argument(flag, action=_Refuse, nargs="*", help=argparse.SUPPRESS, const=advice)
+        parser.add_argument(flag, action=Refuse, nargs="*", help=argparse.SUPPRESS, const=advice)
+
+
+def _add_ownership_arguments(group: Any, base: Config) -> None:
+    _add(
+        group,
+        "--redis-url",
+        _redis_url,
+        None,
+        "Redis that all gateways of this fleet share: redis:// or rediss:// (a Cluster is noticed), unix://, or "
+        "redis+sentinel://HOST:PORT,HOST:PORT/SERVICE; memory: in this process (default: a private Redis)",
+    )
+    _add(group, "--redis-namespace", _namespace, base.ownership.namespace, "names this fleet within that Redis")
+    _add(group, "--redis-max-bytes", _whole(16 << 20), base.ownership.memory_bytes, "bound of a private Redis")
+    _add(group, "--tokenizer-path", str, None, "the model's Hugging Face folder or tokenizer.json: exact token counts")
+    _add(group, "--chat-template", str, None, "a Jinja file used instead of the tokenizer's own chat template")
 
 
 def from_args(args: argparse.Namespace) -> Config:
@@ -194,6 +236,8 @@ def from_args(args: argparse.Namespace) -> Config:
         ),
         retry=RetryConfig(args.max_attempts),
         explain=ExplainConfig(args.explain_ring),
+        ownership=OwnershipStoreConfig(args.redis_url, args.redis_namespace, args.redis_max_bytes),
+        tokenizer=_tokenizer(args),
         notes=notes,
     )
 
@@ -205,6 +249,12 @@ def _routing(args: argparse.Namespace) -> tuple[RoutingConfig, tuple[str, ...]]:
     if "cache_aware" in wanted:
         notes.append("policy cache_aware runs as cost, which weighs cached prefixes against queues in seconds")
     return RoutingConfig(policy, prefill, decode, args.seed, PROFILES[args.profile]), tuple(notes)
+
+
+def _tokenizer(args: argparse.Namespace) -> TokenizerConfig:
+    if args.chat_template is not None and args.tokenizer_path is None:
+        raise ConfigError("--chat-template is of no use without --tokenizer-path: add it, or remove this")
+    return TokenizerConfig(args.tokenizer_path, args.chat_template)
 
 
 # -- the fleet ------------------------------------------------------------------------------------------------------
@@ -311,6 +361,22 @@ def _seconds_or_0(text: str) -> float:
     return value
 
 
+REDIS_SCHEMES = ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel")
+
+
+def _redis_url(text: str) -> str:
+    scheme = text.partition("://")[0]
+    if text != "memory" and (scheme not in REDIS_SCHEMES or "://" not in text):
+        raise argparse.ArgumentTypeError(f"must begin with one of {', '.join(f'{each}://' for each in REDIS_SCHEMES)}")
+    return text
+
+
+def _namespace(text: str) -> str:
+    if not text or not set(text) <= set(ascii_letters + digits + "._-"):
+        raise argparse.ArgumentTypeError(f"{text!r} must be letters, digits, dots, dashes and underscores")
+    return text
+
+
 def _policy(text: str) -> str:
     if text in _POLICIES_MISSING:
         raise argparse.ArgumentTypeError(
@@ -319,62 +385,3 @@ def _policy(text: str) -> str:
     if text not in POLICIES:
         raise argparse.ArgumentTypeError(f"unknown policy {text!r}; use one of {', '.join(POLICIES)}")
     return text
-
-
-class _Refuse(argparse.Action):
-    """A flag that operators may bring along from sglang-router: ignoring it would change what they asked for."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> NoReturn:
-        parser.error(f"{option_string} is a flag of sglang-router that pdgate does not have (yet): {self.const}")
-
-
-_REFUSED = {
-    "remove it": """
-        --max-idle-secs --assignment-mode --dp-aware --enable-igw --mini-lb --prometheus-duration-buckets
-        --request-id-headers --mcp-config-path --enable-trace --otlp-traces-endpoint""",
-    "the cost policy needs no thresholds; remove it": """
-        --cache-threshold --balance-abs-threshold --balance-rel-threshold --bucket-adjust-interval-secs
-        --eviction-interval-secs --max-tree-size""",
-    "name servers with --prefill and --decode, and remove it": """
-        --worker-urls --service-discovery --selector --service-discovery-port --service-discovery-namespace
-        --prefill-selector --decode-selector""",
-    "pdgate starts at once and takes servers as they come up; remove it": """
-        --worker-startup-timeout-secs --worker-startup-check-interval""",
-    "logs go to standard error; redirect them, and remove it": "--log-dir",
-    "metrics are at /metrics of --port; remove it": "--prometheus-port --prometheus-host",
-    "use --queue-max-requests": "--queue-size",
-    "pdgate bounds what waits, not what runs: see --queue-max-requests; remove it": "--max-concurrent-requests",
-    "use --max-attempts": "--retry-max-retries",
-    "use --max-attempts 1": "--disable-retries",
-    "see --max-attempts; remove it": """
-        --retry-initial-backoff-ms --retry-max-backoff-ms --retry-backoff-multiplier --retry-jitter-factor""",
-    "failures are judged leg by leg; remove it": """
-        --cb-failure-threshold --cb-success-threshold --cb-timeout-duration-secs --cb-window-duration-secs
-        --disable-circuit-breaker""",
-    "use --probe-interval-secs": "--health-check-interval-secs",
-    "see --probe-interval-secs; remove it": """
-        --health-failure-threshold --health-success-threshold --health-check-timeout-secs --health-check-endpoint
-        --disable-health-check""",
-    "requests pass through as they came; remove it": """
-        --model-path --tokenizer-path --chat-template --tokenizer-cache-enable-l0 --tokenizer-cache-l0-max-entries
-        --tokenizer-cache-enable-l1 --tokenizer-cache-l1-max-memory""",
-    "set it on the engines, and remove it": "--reasoning-parser --tool-call-parser",
-    "all engines are SGLang; remove it": "--backend",
-    "pdgate keeps no conversations; remove it": """
-        --history-backend --oracle-wallet-path --oracle-tns-alias --oracle-connect-descriptor --oracle-username
-        --oracle-password --oracle-pool-min --oracle-pool-max --oracle-pool-timeout-secs --postgres-db-url
-        --postgres-pool-max --redis-url --redis-pool-max --redis-retention-days""",
-    "end TLS in front of pdgate, and remove it": """
-        --client-cert-path --client-key-path --ca-cert-paths --tls-cert-path --tls-key-path""",
-    "put access control in front of pdgate, and remove it": """
-        --cors-allowed-origins --rate-limit-tokens-per-second --control-plane-api-keys --control-plane-audit-enabled
-        --jwt-issuer --jwt-audience --jwt-jwks-uri --jwt-role-mapping""",
-}
-REFUSED_FLAGS = {flag: advice for advice, flags in _REFUSED.items() for flag in flags.split()}
-"""Every flag of sglang-router 0.3.2 that is not ours, and what to do instead."""

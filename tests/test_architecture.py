@@ -42,9 +42,16 @@ PURE_FILES = (
     "gateway/sse.py",
     "gateway/errors.py",
     "gateway/config.py",
+    "gateway/refused_flags.py",
 )
 PURE_PACKAGE = "routing/"
-IMPURE_IN_PURE_PACKAGE = ("routing/ownership_redis.py", "routing/embedded_redis.py")
+IMPURE_IN_PURE_PACKAGE = (
+    "routing/ownership_redis.py",
+    "routing/ownership_follower.py",
+    "routing/shared_bookings.py",
+    "routing/redis_link.py",
+    "routing/embedded_redis.py",
+)
 IMPURE_MODULES = ("asyncio", "time", "logging", "socket", "aiohttp", "redis")
 
 EMULATOR_ALLOWED = ("engines/emulator/", "gateway/demo.py", "gateway/bench/")
