@@ -30,6 +30,9 @@ class Fleet:
     def view(self, engine_id: EngineId) -> EngineView:
         return self._views[engine_id]
 
+    def has(self, engine_id: EngineId) -> bool:
+        return engine_id in self._views
+
     def views(self) -> tuple[EngineView, ...]:
         return self.snapshot().engines
 

@@ -106,7 +106,7 @@ def fleet_gauges(gw: Gateway) -> Iterator[tuple[str, str, dict[str, str], float]
         if view.spec.role is Role.PREFILL:
             booked = bookings.uncached_tokens(view.engine_id)
             yield "pdgate_booked_uncached_tokens", "Prompt tokens promised to a prefill", labels, float(booked)
-            held = decider.index.held_blocks(view.engine_id)
+            held = decider.owners.index.held_blocks(view.engine_id)
             yield "pdgate_owned_blocks", "Prefix blocks an instance is thought to hold", labels, float(held)
         else:
             booked = bookings.decode_kv_tokens(view.engine_id)
@@ -115,7 +115,7 @@ def fleet_gauges(gw: Gateway) -> Iterator[tuple[str, str, dict[str, str], float]
     yield "pdgate_queue_bytes", "Bytes of bodies that wait", {}, float(decider.queue.body_bytes)
     yield "pdgate_live_bookings", "Attempts whose bookings are not released", {}, float(bookings.live())
     yield "pdgate_releases_pending", "Abandoned attempts not known to be free", {}, float(gw.releaser.pending)
-    yield "pdgate_index_bytes", "Memory of the prefix index", {}, float(decider.index.memory_bytes())
+    yield "pdgate_index_bytes", "Memory of the prefix index", {}, float(decider.owners.index.memory_bytes())
     for (side, engine_id), error in decider.learned.errors().items():
         labels = {"engine": str(engine_id), "side": side}
         yield "pdgate_prediction_error_ratio", "Mean relative error of predicted times", labels, error

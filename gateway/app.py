@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from random import Random, SystemRandom
@@ -25,6 +25,7 @@ from engines.upstream import Upstream
 from failover.monitor import Monitor
 from failover.poison import PoisonGuard
 from gateway import admin_api, logs, process
+from gateway.candidates import BLOCK_BYTES
 from gateway.config import Config
 from gateway.context import Gateway
 from gateway.decider import Decider
@@ -33,10 +34,11 @@ from gateway.http_server import listen, make_runner
 from gateway.learned import Learned
 from gateway.live import LiveRequests
 from gateway.observability import Metrics
+from gateway.owners import Owners
 from gateway.releaser import Releaser
+from gateway.shared_state import SharedState
 from gateway.tracing import Tracing
 from routing.index import PrefixIndex
-from routing.ownership_memory import MemoryOwnership
 from routing.policies import make_policy
 from routing.queueing import QueueLimits, WaitingQueue
 
@@ -81,12 +83,15 @@ def build(config: Config) -> Gateway:
         fleet, engine, to_decider, spawn, probe_interval_s=probe_s, load_interval_s=probe_s / _LOADS_PER_PROBE
     )
     metrics = Metrics()
+    learned = Learned(config.routing.profile)
+    shared = SharedState(config.ownership, ids, asyncio.get_running_loop().time, fleet.has)
+    owners = Owners(PrefixIndex(), shared.store, lambda model: BLOCK_BYTES / learned.bytes_per_token(model))
+    owners.on_restart_seen = _looker(monitor, fleet, owners)
     decider = Decider(
         fleet,
         make_policy(config.routing.policy, config.routing.prefill_policy, config.routing.decode_policy),
-        PrefixIndex(),
-        MemoryOwnership(),
-        Learned(config.routing.profile),
+        owners,
+        learned,
         WaitingQueue(QueueLimits(config.queue.max_requests, config.queue.max_bytes)),
         rng,
         new_rid=lambda: new_rid(ids),
@@ -101,6 +106,7 @@ def build(config: Config) -> Gateway:
         strategy=SglangStrategy(config.server.api_key),
         monitor=monitor,
         decider=decider,
+        shared=shared,
         releaser=Releaser(fleet, decider.bookings, monitor, metrics),
         poison=PoisonGuard(),
         rooms=RoomMaker(Random(ids.getrandbits(64))),
@@ -116,18 +122,37 @@ def build(config: Config) -> Gateway:
     return gw
 
 
+def _looker(monitor: Monitor, fleet: Fleet, owners: Owners) -> Callable[[EngineId], None]:
+    """Looks at an engine of which others have seen a newer boot; one look at a time."""
+    looking: set[EngineId] = set()
+
+    async def look(engine_id: EngineId) -> None:
+        try:
+            if await monitor.probe_now(engine_id):
+                owners.seen_again(fleet.view(engine_id))
+        finally:
+            looking.discard(engine_id)
+
+    def look_once(engine_id: EngineId) -> None:
+        if engine_id not in looking and fleet.has(engine_id):
+            looking.add(engine_id)
+            spawn(look(engine_id), f"look again at {engine_id}")
+
+    return look_once
+
+
 @asynccontextmanager
 async def started(gw: Gateway) -> AsyncIterator[Gateway]:
     """The parts at work; on leaving, abandoned attempts are released and every task has ended."""
     await gw.upstream.start()
-    await gw.decider.store.start()
+    await gw.shared.start()
     gw.monitor.start()
     try:
         yield gw
     finally:
         await gw.releaser.drained(_LAST_RELEASES_S)
         await gw.monitor.stop()
-        await gw.decider.store.stop()
+        await gw.shared.stop()
         await gw.upstream.close()
 
 
@@ -150,7 +175,7 @@ async def serve(config: Config, *, announce: bool = True) -> int:
             await runner.cleanup()
             return 1
         if announce:
-            _announce(config, port)
+            _announce(config, port, gw.shared.line)
         await stop.wait()
         await _drain(gw, runner, hurry, config.deadlines.shutdown_grace_s)
         await runner.cleanup()
@@ -174,17 +199,18 @@ async def _drain(gw: Gateway, runner: web.AppRunner, hurry: asyncio.Event, grace
         _log.warning("%d requests were ended with an error, as they had not ended in time", ended)
 
 
-def _announce(config: Config, port: int) -> None:
+def _announce(config: Config, port: int, ownership: str) -> None:
     """One line for every note, and one for what is served where."""
     for note in config.notes:
         _log.warning("%s", note)
     _log.info(
-        "listening on http://%s:%s for %d prefill and %d decode servers, policy %s; prefix ownership in memory",
+        "listening on http://%s:%s for %d prefill and %d decode servers, policy %s; prefix ownership %s",
         f"[{config.server.host}]" if ":" in config.server.host else config.server.host,
         port,
         len(config.fleet.prefills),
         len(config.fleet.decodes),
         config.routing.shown,
+        ownership,
     )
 
 

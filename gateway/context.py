@@ -18,6 +18,7 @@ from gateway.explain import ExplainRing
 from gateway.live import LiveRequests
 from gateway.observability import Metrics
 from gateway.releaser import Releaser
+from gateway.shared_state import SharedState
 from gateway.tracing import Tracing
 
 
@@ -35,6 +36,7 @@ class Gateway:
     strategy: PairStrategy
     monitor: Monitor
     decider: Decider
+    shared: SharedState
     releaser: Releaser
     poison: PoisonGuard
     rooms: RoomMaker

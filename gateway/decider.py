@@ -15,20 +15,17 @@ from typing import Protocol
 
 from engines.types import EngineId, EngineView, FleetSnapshot, Health, PrefillWork, Role, prefill_s
 from gateway.bookings import Booking, Bookings
-from gateway.candidates import BLOCK_BYTES, decode_state, no_pair_error, prefill_state
+from gateway.candidates import decode_state, no_pair_error, prefill_state
 from gateway.errors import no_pair, overloaded
 from gateway.kv_audit import KvAudit
 from gateway.learned import Learned
+from gateway.owners import Owners
 from routing import filters
-from routing.index import PrefixIndex
-from routing.ownership import ClaimId, OwnershipStore
+from routing.ownership import ClaimId
 from routing.policies import Policy
 from routing.queueing import FILL_RATIO, HeldBack, Offer, WaitingQueue, has_room, retry_after_s
 from routing.types import Choice, Dropped, RequestView, RoutingSnapshot
 
-_EXPIRE_EVERY_S = 30.0
-_CLEAR_MISS_RATIO = 0.9
-"""Blocks stand for a mean number of tokens: less than a tenth (and a block) off is no miss."""
 _LOOK_AHEAD = 64
 """Requests that one pass looks at; one that let some leave is followed by another."""
 
@@ -56,7 +53,7 @@ class Decision:
     versions: Mapping[str, int]
     waited_s: float
     decided_s: float
-    claim: ClaimId | None
+    claim: ClaimId
     handed_over: bool = False
     over: bool = False
 
@@ -79,8 +76,7 @@ class Decider:
         self,
         fleet: FleetView,
         policy: Policy,
-        index: PrefixIndex,
-        store: OwnershipStore,
+        owners: Owners,
         learned: Learned,
         queue: WaitingQueue,
         rng: Random,
@@ -94,11 +90,9 @@ class Decider:
         self._new_rid = new_rid
         self._is_stale = is_stale
         self._waiters: dict[str, _Waiter] = {}
-        self._expire_s = 0.0
         self._left_s: deque[float] = deque(maxlen=256)
         self._pairs_of: tuple[int, frozenset[tuple[EngineId, EngineId]]] = (-1, frozenset())
-        self.index = index
-        self.store = store
+        self.owners = owners
         self.learned = learned
         self.queue = queue
         self.bookings = Bookings()
@@ -212,7 +206,7 @@ class Decider:
             raise no_pair_error(prefills, decodes, dropped)
         if pinned := [view for view in prefills if view.engine_id == waiter.pinned_prefill]:
             prefills = pinned
-        match = self.index.match(request.blocks)
+        match = self.owners.match(request)
         states = [decode_state(view, self.learned, self.bookings) for view in decodes]
         usable = [state for state in states if held.lets_use(state.view.engine_id)]
         open_states = [state for state in usable if has_room(request, state, FILL_RATIO)]
@@ -254,8 +248,7 @@ class Decider:
             snapshot.now_s,
         )
         self.bookings.book(booking)
-        self.index.add_pending(best.prefill, request.blocks)
-        claim = self.store.claim_pending(best.prefill, prefill.view.epoch, request.blocks, snapshot.now_s)
+        claim = self.owners.promise(prefill.view, request, snapshot.now_s)
         waited_s = max(0.0, snapshot.now_s - request.arrival_s)
         return Decision(
             booking.rid,
@@ -291,7 +284,7 @@ class Decider:
     def _versions(self, fleet: FleetSnapshot) -> dict[str, int]:
         return {
             "fleet": fleet.version,
-            "index": self.index.version,
+            "index": self.owners.index.version,
             "bookings": self.bookings.version,
             "estimates": self.learned.version,
         }
@@ -308,22 +301,13 @@ class Decider:
         decision.handed_over = True
         now_s = asyncio.get_running_loop().time()
         took_s = self.bookings.prefill_done(decision.booking, now_s)
-        if self._same_epoch(decision.prefill):
-            self._own(decision, cached_tokens, now_s)
+        if self._is_trusted(decision.prefill):
+            predicted_tokens = decision.booking.work.cached_tokens
+            self.owners.kept(decision.prefill, decision.request, decision.claim, now_s, predicted_tokens, cached_tokens)
             self._learn_prefill(decision, cached_tokens, took_s)
         else:
             self._drop_claim(decision)
         self.pump()
-
-    def _own(self, decision: Decision, cached_tokens: int | None, now_s: float) -> None:
-        """The prefix is on the prefill now. A clear miss says that the engine had forgotten more than the index."""
-        request, prefill = decision.request, decision.prefill.engine_id
-        predicted = decision.booking.work.cached_tokens
-        if cached_tokens is not None and cached_tokens + request.block_tokens < _CLEAR_MISS_RATIO * predicted:
-            self.index.correct(prefill, request.blocks, int(cached_tokens / request.block_tokens))
-        self.index.confirm(prefill, request.blocks)
-        if decision.claim is not None:
-            self.store.confirm(decision.claim, now_s)
 
     def _learn_prefill(self, decision: Decision, cached_tokens: int | None, took_s: float | None) -> None:
         facts, work = decision.prefill.facts, decision.booking.work
@@ -342,40 +326,35 @@ class Decider:
         self.pump()
 
     def restarted(self, engine_id: EngineId) -> None:
-        """A server came back as a new process: it holds nothing any more."""
-        view = next(view for view in self._fleet.snapshot().engines if view.engine_id == engine_id)
-        self.index.drop_engine(engine_id)
-        self.store.drop_engine(engine_id, view.epoch)
+        """A server came back as a new process: it holds nothing any more, and may be another build."""
         self.learned.forget_engine(engine_id)
         self.fleet_changed(engine_id)
 
     def fleet_changed(self, engine_id: EngineId) -> None:
         """Health, facts or load of a server changed."""
-        view = next(view for view in self._fleet.snapshot().engines if view.engine_id == engine_id)
-        self._audit.note(view)
-        self._expire_owners()
-        if view.facts is not None and view.spec.role is Role.PREFILL:
-            block_tokens = BLOCK_BYTES / self.learned.bytes_per_token(view.facts.model)
-            self.index.set_capacity(engine_id, int(view.facts.max_total_tokens / block_tokens))
+        view = self._view(engine_id)
+        if view is not None:
+            self._audit.note(view)
+            self.owners.note(view, asyncio.get_running_loop().time())
         self.pump()
-
-    def _expire_owners(self) -> None:
-        """Forget owners that nobody hit for long, now and then."""
-        now_s = asyncio.get_running_loop().time()
-        if now_s >= self._expire_s:
-            self._expire_s = now_s + _EXPIRE_EVERY_S
-            self.store.expire(now_s)
 
     def unaccounted_tokens(self, view: EngineView) -> float | None:
         """KV tokens in use on a server that no live attempt explains; None while it reports no load."""
         return self._audit.unaccounted_tokens(view)
 
-    def _same_epoch(self, view: EngineView) -> bool:
-        now = next((now for now in self._fleet.snapshot().engines if now.engine_id == view.engine_id), None)
+    def _view(self, engine_id: EngineId) -> EngineView | None:
+        return next((view for view in self._fleet.snapshot().engines if view.engine_id == engine_id), None)
+
+    def _is_same_boot(self, view: EngineView) -> bool:
+        now = self._view(view.engine_id)
         return now is not None and now.epoch == view.epoch
 
+    def _is_trusted(self, view: EngineView) -> bool:
+        """Whether what `view` computed is still there: while a restart is suspected, ownership is not written."""
+        now = self._view(view.engine_id)
+        return now is not None and now.epoch == view.epoch and now.health is not Health.SUSPECTED
+
     def _drop_claim(self, decision: Decision) -> None:
-        if self._same_epoch(decision.prefill):
-            self.index.drop(decision.prefill.engine_id, decision.request.blocks)
-        if decision.claim is not None:
-            self.store.drop(decision.claim)
+        self.owners.broken(
+            decision.prefill, decision.request, decision.claim, same_boot=self._is_same_boot(decision.prefill)
+        )

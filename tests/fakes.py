@@ -32,10 +32,12 @@ from engines.types import (
 )
 from engines.upstream import Reply
 from gateway import app
-from gateway.config import Config, FleetConfig, RoutingConfig
+from gateway.candidates import BLOCK_BYTES
+from gateway.config import Config, FleetConfig, OwnershipStoreConfig, RoutingConfig
 from gateway.context import Gateway
 from gateway.decider import Decider
 from gateway.learned import Learned
+from gateway.owners import Owners
 from routing.index import PrefixIndex
 from routing.ownership_memory import MemoryOwnership
 from routing.policies import make_policy
@@ -243,12 +245,12 @@ def decider(
     is_stale: Callable[[EngineId], bool] = lambda engine_id: False,
 ) -> Decider:
     names = rids()
+    learned = Learned(TINY)
     return Decider(
         fleet,
         make_policy(),
-        PrefixIndex(),
-        MemoryOwnership(),
-        Learned(TINY),
+        Owners(PrefixIndex(), MemoryOwnership(), lambda model: BLOCK_BYTES / learned.bytes_per_token(model)),
+        learned,
         WaitingQueue(limits),
         Random(7),
         new_rid=lambda: next(names),
@@ -263,7 +265,8 @@ def gateway(upstream: FakeUpstream, *names: str, **sections: Any) -> Gateway:
         tuple(each for each in specs if each.role is Role.PREFILL),
         tuple(each for each in specs if each.role is Role.DECODE),
     )
-    config = Config(fleet=fleet, **{"routing": RoutingConfig(seed=1, profile=TINY), **sections})
+    routing, ownership = RoutingConfig(seed=1, profile=TINY), OwnershipStoreConfig("memory")
+    config = Config(fleet=fleet, **{"routing": routing, "ownership": ownership, **sections})
     with patch("gateway.app.Upstream", lambda: upstream):
         return app.build(config)
 

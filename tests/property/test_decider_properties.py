@@ -104,9 +104,9 @@ def test_every_interleaving_leaves_nothing(ops: list[tuple[str, int, int]]) -> N
         assert len(at.queue) == 0
         assert at.queue.body_bytes == 0
         assert not at._waiters
-        assert not at.index._pending
-        assert not any(engine.pending for engine in at.index._engines.values())
-        assert not at.store._claims  # type: ignore[attr-defined]
+        assert not at.owners.index._pending
+        assert not any(engine.pending for engine in at.owners.index._engines.values())
+        assert not at.owners.store._claims  # type: ignore[attr-defined]
         for name in NAMES:
             engine_id = EngineId(f"http://{name}")
             assert at.bookings.uncached_tokens(engine_id) == at.bookings.decode_kv_tokens(engine_id) == 0

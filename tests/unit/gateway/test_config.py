@@ -143,7 +143,7 @@ def test_refused_flags_are_a_whole_list() -> None:
     shared = {
         *("--host", "--port", "--policy", "--prefill-policy", "--decode-policy", "--max-payload-size", "--prefill"),
         *("--pd-disaggregation", "--decode", "--log-level", "--request-timeout-secs", "--queue-timeout-secs"),
-        *("--shutdown-grace-period-secs", "--api-key"),
+        *("--shutdown-grace-period-secs", "--api-key", "--redis-url", "--tokenizer-path", "--chat-template"),
     }
     flags = set(parser._option_string_actions)
     assert shared <= flags

@@ -53,7 +53,7 @@ async def give_up(tasks: list[asyncio.Task[Decision]]) -> None:
 
 def nothing_left(at: Decider) -> bool:
     clean = not at.bookings.live() and not len(at.queue) and not at.queue.body_bytes and not at._waiters
-    return clean and not at.index._pending
+    return clean and not at.owners.index._pending
 
 
 # ---- choose and book -------------------------------------------------------------------------------------------------
@@ -479,7 +479,7 @@ async def test_a_prefix_is_owned_after_hand_over() -> None:
     assert hits(again)[first.prefill.engine_id] == 640
     assert again.prefill.engine_id == first.prefill.engine_id
     assert again.booking.work.cached_tokens == 640
-    assert at.store.owners(BLOCKS, now_s()) == {first.prefill.engine_id: len(BLOCKS)}
+    assert at.owners.store.owners(BLOCKS, now_s()) == {first.prefill.engine_id: len(BLOCKS)}
 
 
 @timeless
@@ -497,8 +497,8 @@ async def test_a_failed_prefill_owns_nothing() -> None:
     first = await at.submit(request(blocks=BLOCKS))
     at.finished(first)
     assert hits(await at.submit(request(blocks=BLOCKS)))[P0] == 0
-    assert at.index.held_blocks(P0) == 0
-    assert not at.store.owners(BLOCKS, now_s())
+    assert at.owners.index.held_blocks(P0) == 0
+    assert not at.owners.store.owners(BLOCKS, now_s())
 
 
 @timeless
@@ -510,10 +510,10 @@ async def test_a_restart_ends_ownership_and_what_was_under_way() -> None:
     under_way = await at.submit(request(blocks=BLOCKS))
     fleet.set_facts(P0, replace(FACTS, boot_fingerprint="other"))
     at.restarted(P0)
-    assert at.index.held_blocks(P0) == 0
+    assert at.owners.index.held_blocks(P0) == 0
     at.handed_over(under_way)
-    assert at.index.held_blocks(P0) == 0, "that was the process before"
-    assert not at.store.owners(BLOCKS, now_s())
+    assert at.owners.index.held_blocks(P0) == 0, "that was the process before"
+    assert not at.owners.store.owners(BLOCKS, now_s())
     for decision in (held, under_way):
         at.finished(decision)
     assert nothing_left(at)
@@ -528,9 +528,9 @@ async def test_an_old_attempts_end_takes_nothing_from_the_new_process() -> None:
     at.restarted(P0)
     new = await at.submit(request(blocks=BLOCKS))
     at.finished(old)
-    assert at.index.match(BLOCKS)[P0].pending_blocks == len(BLOCKS)
+    assert at.owners.index.match(BLOCKS)[P0].pending_blocks == len(BLOCKS)
     at.handed_over(new)
-    assert at.index.held_blocks(P0) == len(BLOCKS)
+    assert at.owners.index.held_blocks(P0) == len(BLOCKS)
 
 
 @timeless
@@ -541,11 +541,11 @@ async def test_a_clear_miss_makes_the_index_forget_what_is_older() -> None:
         decision = await at.submit(request(blocks=blocks))
         at.handed_over(decision)
         at.finished(decision)
-    assert at.index.held_blocks(P0) == 14
+    assert at.owners.index.held_blocks(P0) == 14
     again = await at.submit(request(blocks=BLOCKS))
     at.handed_over(again, cached_tokens=0)
-    assert at.index.held_blocks(P0) == len(BLOCKS), "what is older than a lost block is lost, this chain is new"
-    assert at.index.match(old) == {}
+    assert at.owners.index.held_blocks(P0) == len(BLOCKS), "what is older than a lost block is lost, this chain is new"
+    assert at.owners.index.match(old) == {}
 
 
 @timeless
@@ -554,7 +554,7 @@ async def test_a_prefill_that_found_what_was_predicted_changes_nothing() -> None
     for cached in (None, 640):
         decision = await at.submit(request(blocks=BLOCKS))
         at.handed_over(decision, cached_tokens=cached)
-        assert at.index.held_blocks(P0) == len(BLOCKS)
+        assert at.owners.index.held_blocks(P0) == len(BLOCKS)
 
 
 @timeless
@@ -594,7 +594,7 @@ async def test_a_prefills_capacity_bounds_what_it_is_thought_to_hold() -> None:
     many = tuple(b"%016d" % number for number in range(100))
     decision = await at.submit(request(blocks=many, expected_output_tokens=10))
     at.handed_over(decision)
-    assert at.index.held_blocks(P0) == 2000 * 4 // 256
+    assert at.owners.index.held_blocks(P0) == 2000 * 4 // 256
 
 
 @pytest.mark.parametrize(
@@ -654,10 +654,10 @@ async def test_owners_live_on_while_they_are_hit_and_end_when_they_are_not() -> 
     await ask()
     await asyncio.sleep(300.0)
     at.fleet_changed(P0)
-    assert list(at.store.snapshot(now_s())), "the hit renewed it, or it would have ended at 600 s"
+    assert list(at.owners.store.snapshot(now_s())), "the hit renewed it, or it would have ended at 600 s"
     await asyncio.sleep(700.0)
     at.fleet_changed(P0)
-    assert not list(at.store.snapshot(0.0)), "gone, and not only expired"
+    assert not list(at.owners.store.snapshot(0.0)), "gone, and not only expired"
 
 
 @timeless

@@ -124,7 +124,7 @@ def story(test: Callable[[World], Any], *names: str, **sections: Any) -> Callabl
             await test(world)
         assert gw.decider.bookings.live() == 0
         assert len(gw.decider.queue) == 0
-        assert not gw.decider.index._pending
+        assert not gw.decider.owners.index._pending
         assert gw.releaser.pending == 0
         await asyncio.sleep(0)
         assert not tasks.running()
@@ -200,7 +200,7 @@ async def test_a_request_that_is_over_leaves_nothing_of_its_prompt_in_its_record
     assert record is not None
     assert len(record.attempts) == 2
     assert not any(attempt.decision.request.blocks for attempt in record.attempts)
-    held = world.gw.decider.index
+    held = world.gw.decider.owners.index
     assert sum(held.held_blocks(attempt.decision.prefill.engine_id) for attempt in record.attempts) > 0
 
 

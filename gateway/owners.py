@@ -1,0 +1,186 @@
+"""Who owns which prefix, as this gateway believes: joins the index that decisions read with the store that is shared.
+
+What happens here is told to both. What others did comes from the store and goes to the index; what an engine says of
+itself (its KV events) comes from the feed and goes to both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from engines.types import EngineFacts, EngineId, EngineView, Role
+from routing.index import Match, PrefixIndex
+from routing.ownership import ClaimId, OwnershipStore, RowState, Run, Tier
+from routing.types import RequestView
+
+_CLEAR_MISS_RATIO = 0.9
+"""Blocks may stand for a mean number of tokens: less than a tenth (and a block) off is no miss."""
+_EXPIRE_EVERY_S = 30.0
+
+BlockTokens = Callable[[str], float]
+"""The tokens that a block of this model's prompts stands for."""
+
+
+class Owners:
+    """The ownership of one gateway. Synchronous; used from the event loop only. Is the store's listener."""
+
+    def __init__(self, index: PrefixIndex, store: OwnershipStore, block_tokens: BlockTokens) -> None:
+        self.index = index
+        self.store = store
+        self.on_restart_seen: Callable[[EngineId], None] = lambda _: None
+        """Called when another gateway has seen a newer boot of an engine than we have."""
+        self._block_tokens = block_tokens
+        self._boots: dict[EngineId, tuple[int, str]] = {}
+        self._capacity: dict[EngineId, int | None] = {}
+        self._exact: set[EngineId] = set()
+        self._ahead: set[EngineId] = set()
+        self._expire_s = 0.0
+        store.listen(self)
+
+    # ---- decisions -----------------------------------------------------------------------------------------------
+
+    def match(self, request: RequestView) -> Match:
+        """How much of this prompt every engine has."""
+        return self.index.match(request.blocks)
+
+    def promise(self, prefill: EngineView, request: RequestView, now_s: float) -> ClaimId:
+        """A request was dispatched; the claim ends in `kept` or `broken`."""
+        self.note(prefill, now_s)
+        self.index.add_pending(prefill.engine_id, request.blocks)
+        return self.store.claim_pending(prefill.engine_id, prefill.epoch, request.blocks, now_s)
+
+    def kept(
+        self,
+        prefill: EngineView,
+        request: RequestView,
+        claim: ClaimId,
+        now_s: float,
+        predicted_tokens: int,
+        cached_tokens: int | None,
+    ) -> None:
+        """The prefix is on the prefill now. A clear miss says that it had forgotten more than the index.
+
+        `cached_tokens`: what the prefill says it had found, where it does; `predicted_tokens`: what we thought.
+        """
+        engine_id = prefill.engine_id
+        if cached_tokens is not None and engine_id not in self._exact:
+            missed = cached_tokens + request.block_tokens < _CLEAR_MISS_RATIO * predicted_tokens
+            if missed:
+                self._correct(prefill, request.blocks, int(cached_tokens / request.block_tokens))
+        self.index.confirm(engine_id, request.blocks)
+        self.store.confirm(claim, now_s)
+
+    def broken(self, prefill: EngineView, request: RequestView, claim: ClaimId, *, same_boot: bool) -> None:
+        """The attempt ended before its prefix was there; what an earlier boot was promised is gone already."""
+        if same_boot:
+            self.index.drop(prefill.engine_id, request.blocks)
+        self.store.drop(claim)
+
+    def _correct(self, prefill: EngineView, blocks: Sequence[bytes], reported_blocks: int) -> None:
+        forgotten_by_tier: Any = self.index.correct(prefill.engine_id, blocks, reported_blocks)
+        for tier, forgotten in dict(forgotten_by_tier or {}).items() if not isinstance(forgotten_by_tier, int) else ():
+            self.store.evict(prefill.engine_id, prefill.epoch, forgotten, tier)
+
+    # ---- engines -------------------------------------------------------------------------------------------------
+
+    def note(self, view: EngineView, now_s: float) -> None:
+        """Something is new about an engine: its boot, its size; to be told often."""
+        if view.facts is None or view.spec.role is not Role.PREFILL:
+            return
+        boot = (view.epoch, view.facts.boot_fingerprint)
+        if self._boots.get(view.engine_id) != boot:
+            self._begin(view.engine_id, boot)
+        self._size(view.engine_id, view.facts)
+        self._expire(now_s)
+
+    def seen_again(self, view: EngineView) -> None:
+        """An engine was looked at because others had seen a newer boot of it, and runs the one that we know."""
+        self._ahead.discard(view.engine_id)
+        if view.facts is not None and view.spec.role is Role.PREFILL:
+            self.store.begin(view.engine_id, view.epoch, view.facts.boot_fingerprint)
+
+    def _begin(self, engine_id: EngineId, boot: tuple[int, str]) -> None:
+        """A new boot holds nothing, unless others knew of it before us: then the index was told so, and has theirs."""
+        if engine_id in self._boots and engine_id not in self._ahead:
+            self._empty(engine_id)
+        self._ahead.discard(engine_id)
+        self._exact.discard(engine_id)
+        self._boots[engine_id] = boot
+        self.store.begin(engine_id, *boot)
+
+    def _size(self, engine_id: EngineId, facts: EngineFacts) -> None:
+        exact = engine_id in self._exact
+        blocks = None if exact else int(facts.max_total_tokens / self._block_tokens(facts.model))
+        if self._capacity.get(engine_id, -1) != blocks:
+            self._capacity[engine_id] = blocks
+            self.index.set_capacity(engine_id, blocks)  # type: ignore[arg-type]
+
+    def _empty(self, engine_id: EngineId) -> None:
+        self.index.drop_engine(engine_id)
+        if engine_id in self._capacity:
+            self.index.set_capacity(engine_id, self._capacity[engine_id])  # type: ignore[arg-type]
+
+    def _expire(self, now_s: float) -> None:
+        """Forget owners that nobody hit for long, now and then."""
+        if now_s >= self._expire_s:
+            self._expire_s = now_s + _EXPIRE_EVERY_S
+            self.store.expire(now_s)
+
+    # ---- what engines say of themselves --------------------------------------------------------------------------
+
+    def events_live(self, engine_id: EngineId, live: bool) -> None:
+        """Whether the engine's own events say what it holds; else its size and what it reports as cached do."""
+        (self._exact.add if live else self._exact.discard)(engine_id)
+
+    def engine_held(self, engine_id: EngineId, epoch: int, blocks: Sequence[bytes], tier: Tier, now_s: float) -> None:
+        """The engine holds this chain, from the root on."""
+        if self._is_current(engine_id, epoch):
+            self.index.add_held(engine_id, blocks, tier)
+            self.store.hold(engine_id, epoch, blocks, now_s, tier)
+
+    def engine_lost(self, engine_id: EngineId, epoch: int, blocks: Sequence[bytes], tier: Tier) -> None:
+        """The engine has evicted these blocks."""
+        if self._is_current(engine_id, epoch):
+            self.index.evict(engine_id, blocks, tier)
+            self.store.evict(engine_id, epoch, blocks, tier)
+
+    def engine_cleared(self, engine_id: EngineId, epoch: int) -> None:
+        """The engine has flushed its cache."""
+        if self._is_current(engine_id, epoch):
+            self._empty(engine_id)
+            self.store.drop_engine(engine_id, epoch)
+
+    def _is_current(self, engine_id: EngineId, epoch: int) -> bool:
+        return self._boots.get(engine_id, (epoch, ""))[0] == epoch
+
+    # ---- what others did (OwnershipListener) ---------------------------------------------------------------------
+
+    def held(self, engine_id: EngineId, run: Run, tier: Tier) -> None:
+        self.index.add_held(engine_id, run.blocks, tier)
+
+    def lost(self, engine_id: EngineId, blocks: Sequence[bytes], tier: Tier) -> None:
+        self.index.evict(engine_id, blocks, tier)
+
+    def promised(self, engine_id: EngineId, blocks: Sequence[bytes]) -> None:
+        self.index.add_pending(engine_id, blocks)
+
+    def unpromised(self, engine_id: EngineId, blocks: Sequence[bytes]) -> None:
+        self.index.drop(engine_id, blocks)
+
+    def cleared(self, engine_id: EngineId) -> None:
+        self._empty(engine_id)
+
+    def restart_seen(self, engine_id: EngineId) -> None:
+        self._ahead.add(engine_id)
+        self.on_restart_seen(engine_id)
+
+    # ---- for people ----------------------------------------------------------------------------------------------
+
+    def rows(self, now_s: float) -> Mapping[EngineId, int]:
+        """Held blocks of every engine in the store, which all gateways of the fleet should agree on."""
+        counts: dict[EngineId, int] = {}
+        for row in self.store.snapshot(now_s):
+            if row.state is RowState.HELD:
+                counts[row.engine_id] = counts.get(row.engine_id, 0) + len(row.run.blocks)
+        return counts
