@@ -11,7 +11,9 @@ from engines.types import Health, Role
 from gateway.context import Gateway
 from gateway.errors import GatewayError
 from gateway.openai_api import openai_models, served
+from gateway.owners_api import owners_json, status_json
 from routing.filters import difference
+from routing.ownership import StoreState, StoreStatus
 
 
 def add_routes(app: web.Application, gw: Gateway) -> None:
@@ -26,7 +28,13 @@ def add_routes(app: web.Application, gw: Gateway) -> None:
             {"id": view.engine_id, "role": view.spec.role, "health": view.health, "reason": view.reason or None}
             for view in gw.fleet.views()
         ]
-        body = {"ready": bool(pairs), "pairs": pairs, "models": gw.fleet.models(), "engines": engines}
+        body = {
+            "ready": bool(pairs),
+            "pairs": pairs,
+            "models": gw.fleet.models(),
+            "engines": engines,
+            "ownership": status_json(gw.shared.store.status()),
+        }
         return _json(body, 200 if pairs else 503)
 
     async def models(request: web.Request) -> web.StreamResponse:
@@ -56,12 +64,16 @@ def add_routes(app: web.Application, gw: Gateway) -> None:
             )
         return _json(record.as_json())
 
+    async def owners(request: web.Request) -> web.StreamResponse:
+        return _json(await owners_json(gw))
+
     app.router.add_get("/health", health)
     app.router.add_get("/readyz", readyz)
     app.router.add_get("/v1/models", models)
     app.router.add_get("/v1/models/{id:.+}", model)
     app.router.add_get("/metrics", metrics)
     app.router.add_get("/pdgate/explain/{id}", explain)
+    app.router.add_get("/pdgate/owners", owners)
 
 
 def _context_tokens(gw: Gateway) -> dict[str, int]:
@@ -116,9 +128,21 @@ def fleet_gauges(gw: Gateway) -> Iterator[tuple[str, str, dict[str, str], float]
     yield "pdgate_live_bookings", "Attempts whose bookings are not released", {}, float(bookings.live())
     yield "pdgate_releases_pending", "Abandoned attempts not known to be free", {}, float(gw.releaser.pending)
     yield "pdgate_index_bytes", "Memory of the prefix index", {}, float(decider.owners.index.memory_bytes())
+    yield from _ownership_gauges(gw.shared.store.status())
     for (side, engine_id), error in decider.learned.errors().items():
         labels = {"engine": str(engine_id), "side": side}
         yield "pdgate_prediction_error_ratio", "Mean relative error of predicted times", labels, error
+
+
+def _ownership_gauges(status: StoreStatus) -> Iterator[tuple[str, str, dict[str, str], float]]:
+    for state in StoreState:
+        labels = {"store": status.kind, "state": str(state)}
+        yield "pdgate_ownership_state", "1 for the state that it is in", labels, float(state is status.state)
+    yield "pdgate_ownership_blocks", "Prefix blocks in the store, of all engines", {}, float(status.blocks)
+    yield "pdgate_ownership_queued_bytes", "Changes that wait to be written", {}, float(status.queued_bytes)
+    yield "pdgate_ownership_dropped", "Changes given up for want of room, since the start", {}, float(status.dropped)
+    yield "pdgate_ownership_refused", "Changes that named an old boot, since the start", {}, float(status.refused)
+    yield "pdgate_ownership_resyncs", "Shards that were read anew, since the start", {}, float(status.resyncs)
 
 
 def _json(value: object, status: int = 200) -> web.Response:

@@ -6,12 +6,12 @@ itself (its KV events) comes from the feed and goes to both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from engines.types import EngineFacts, EngineId, EngineView, Role
 from routing.index import Match, PrefixIndex
-from routing.ownership import ClaimId, OwnershipStore, RowState, Run, Tier
+from routing.ownership import ClaimId, OwnershipStore, Run, Tier
 from routing.types import RequestView
 
 _CLEAR_MISS_RATIO = 0.9
@@ -89,7 +89,10 @@ class Owners:
         if view.facts is None or view.spec.role is not Role.PREFILL:
             return
         boot = (view.epoch, view.facts.boot_fingerprint)
-        if self._boots.get(view.engine_id) != boot:
+        known = self._boots.get(view.engine_id, (-1, ""))
+        if known[0] > view.epoch:
+            return
+        if known != boot:
             self._begin(view.engine_id, boot)
         self._size(view.engine_id, view.facts)
         self._expire(now_s)
@@ -174,13 +177,3 @@ class Owners:
     def restart_seen(self, engine_id: EngineId) -> None:
         self._ahead.add(engine_id)
         self.on_restart_seen(engine_id)
-
-    # ---- for people ----------------------------------------------------------------------------------------------
-
-    def rows(self, now_s: float) -> Mapping[EngineId, int]:
-        """Held blocks of every engine in the store, which all gateways of the fleet should agree on."""
-        counts: dict[EngineId, int] = {}
-        for row in self.store.snapshot(now_s):
-            if row.state is RowState.HELD:
-                counts[row.engine_id] = counts.get(row.engine_id, 0) + len(row.run.blocks)
-        return counts
