@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from ctypes import CDLL
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -125,7 +126,8 @@ class Cluster:
     """N prefills, M decodes and a gateway; `async with` starts and ends them all.
 
     `gateway`, `engine`, `decode` are further flags: of the gateway, of every server, of decodes alone. `recorded` puts
-    a recorder before every server.
+    a recorder before every server. With `replicas` there are several gateways before the same servers, all started
+    alike; what is asked of "the gateway" is asked of the first.
     """
 
     def __init__(
@@ -138,6 +140,7 @@ class Cluster:
         engine: Sequence[str] = (),
         decode: Sequence[str] = (),
         recorded: bool = False,
+        replicas: int = 1,
     ) -> None:
         flags = ("--chunked-prefill-size", "64", *engine)
         self.prefills = [EmulatedServer(Role.PREFILL, speed=speed, arguments=flags) for _ in range(prefills)]
@@ -145,7 +148,8 @@ class Cluster:
         self.decodes = [EmulatedServer(Role.DECODE, speed=speed, arguments=decode_flags) for _ in range(decodes)]
         self.recorders = {server.url: Recorder(server.url) for server in self.servers} if recorded else {}
         self._folder = tempfile.TemporaryDirectory(prefix="pdgate-scenario-")
-        self.gateway = GatewayProcess(self._arguments(gateway), Path(self._folder.name) / "gateway.log")
+        folder, arguments = Path(self._folder.name), self._arguments(gateway)
+        self.gateways = [GatewayProcess(arguments, folder / f"gateway{number}.log") for number in range(replicas)]
         self._exit = AsyncExitStack()
         self._holds: list[Hold] = []
         self.http: aiohttp.ClientSession
@@ -169,13 +173,15 @@ class Cluster:
         return self
 
     async def _start(self) -> None:
-        self._exit.push_async_callback(self.gateway.stop)
+        for gateway in self.gateways:
+            self._exit.push_async_callback(gateway.stop)
         for server in self.servers:
             self._exit.push_async_callback(server.stop)
             await server.launch()
         for recorder in self.recorders.values():
             await self._exit.enter_async_context(recorder)
-        await self.gateway.launch()
+        for gateway in self.gateways:
+            await gateway.launch()
         self.http = aiohttp.ClientSession()
         self._exit.push_async_callback(self.http.close)
         await self.ready()
@@ -187,18 +193,23 @@ class Cluster:
             _running.remove(self)
         for server in self.servers:
             server.send_signal(signal.SIGCONT)
-        await self.gateway.stop()
-        log = self.gateway.log.read_text(errors="replace") if self.gateway.log.exists() else ""
+        await asyncio.gather(*(gateway.stop() for gateway in self.gateways))
+        logs = [gateway.log.read_text(errors="replace") for gateway in self.gateways if gateway.log.exists()]
         await self._exit.aclose()
-        if kind is not None:
-            print(f"---- gateway log ----\n{log[-_LOG_TAIL_BYTES:]}")
-            return
-        at = min((at for word in _UNCLEAN if (at := log.find(word)) >= 0), default=None)
-        assert at is None, "the gateway's log holds errors:\n" + log[max(0, at - 500) :][:_LOG_TAIL_BYTES]
+        for log in logs:
+            if kind is not None:
+                print(f"---- gateway log ----\n{log[-_LOG_TAIL_BYTES:]}")
+                continue
+            at = min((at for word in _UNCLEAN if (at := log.find(word)) >= 0), default=None)
+            assert at is None, "a gateway's log holds errors:\n" + log[max(0, at - 500) :][:_LOG_TAIL_BYTES]
 
     @property
     def servers(self) -> tuple[EmulatedServer, ...]:
         return (*self.prefills, *self.decodes)
+
+    @property
+    def gateway(self) -> GatewayProcess:
+        return self.gateways[0]
 
     @property
     def url(self) -> str:
@@ -219,19 +230,20 @@ class Cluster:
         return next(server for server in self.servers if self.name(server) == name)
 
     async def ready(self, pairs: int | None = None, within_s: float = READY_S) -> None:
-        """Wait until the gateway counts so many usable pairs, by default all there can be."""
+        """Wait until every gateway that runs counts so many usable pairs, by default all there can be."""
         wanted = len(self.prefills) * len(self.decodes) if pairs is None else pairs
 
-        async def missing() -> str:
-            assert self.gateway.returncode is None, f"the gateway has ended\n{self.gateway.log_tail()}"
+        async def missing(gateway: GatewayProcess) -> str:
+            assert gateway.returncode is None, f"a gateway has ended\n{gateway.log_tail()}"
             try:
-                async with self.http.get(self.url + "/readyz") as reply:
-                    body = await reply.json()
+                body = await self.get("/readyz", gateway)
             except aiohttp.ClientError as error:
-                return f"the gateway does not answer: {error}"
+                return f"a gateway does not answer: {error}"
             return "" if body["pairs"] == wanted else f"{body['pairs']} pairs instead of {wanted}: {body['engines']}"
 
-        await eventually(missing, within_s)
+        for gateway in self.gateways:
+            if gateway is self.gateway or gateway.returncode is None:
+                await eventually(partial(missing, gateway), within_s)
 
     async def kill(self, server: EmulatedServer, number: signal.Signals = signal.SIGKILL) -> None:
         """End a server's process; returns when it has ended."""
@@ -272,6 +284,11 @@ class Cluster:
     async def last_attempt(self, prompt_of: str = "newest") -> dict[str, Any]:
         attempts = (await self.explain(prompt_of)).get("attempts") or [{}]
         return dict(attempts[-1])
+
+    async def get(self, path: str, gateway: GatewayProcess | None = None) -> dict[str, Any]:
+        """What a gateway (the first, if none is given) answers as JSON, whatever the status."""
+        async with self.http.get((gateway or self.gateway).url + path) as reply:
+            return dict(await reply.json())
 
     async def metric(self, name: str, **labels: str) -> float:
         """The value of one sample of /metrics."""
