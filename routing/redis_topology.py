@@ -1,0 +1,228 @@
+"""Which servers there are and which one a key belongs to: one server, the primary that Sentinels name, or a Cluster.
+
+A shell: it asks servers. It never waits for longer than it is told, and keeps what it knew when nobody answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from binascii import crc_hqx
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from routing.redis_errors import RedisTrouble, Trouble, trouble_of
+from routing.redis_server import AskError, Connector, MovedError, ResponseError, Server
+from routing.redis_url import Address, RedisUrl
+
+SLOTS = 16_384
+
+
+def slot_of(key: bytes) -> int:
+    """The Cluster slot of a key: of what is between its first `{` and the next `}`, if that is anything."""
+    start = key.find(b"{")
+    end = key.find(b"}", start + 1)
+    if start >= 0 and end > start + 1:
+        key = key[start + 1 : end]
+    return crc_hqx(key, 0) % SLOTS
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A server's answer that a slot is elsewhere: for good, or (`asking`) only for this call."""
+
+    slot: int
+    address: Address
+    asking: bool
+
+
+def moved_by(reply: Any, asked: Address) -> Moved | None:
+    """Where the reply of the server at `asked` leads, if it does."""
+    if not isinstance(reply, AskError):  # MovedError is one
+        return None
+    return Moved(reply.slot_id, Address(reply.host or asked.host, reply.port), not isinstance(reply, MovedError))
+
+
+class Topology:
+    """The servers of one URL. `look` finds them; before it has, every key is in trouble."""
+
+    def __init__(self, url: RedisUrl, timeout_s: float, *, calls: int, reads: int, rng: Random) -> None:
+        self.is_cluster = False
+        self._url = url
+        self._timeout_s = timeout_s
+        self._rng = rng
+        self._connect = Connector(url, timeout_s)
+        self._connect_sentinel = Connector(url, timeout_s, for_sentinels=True) if url.service else self._connect
+        self._size = {"calls": calls, "reads": reads}
+        self._servers: dict[Address, Server] = {}
+        self._slots: list[Address | None] = []
+        self._trouble: RedisTrouble | None = RedisTrouble(Trouble.DOWN, "not connected yet")
+        self._stale = False
+
+    # ---- what is known -------------------------------------------------------------------------------------------
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether there is anything to look for or to try again."""
+        return self._stale or any(True for _ in self.troubles())
+
+    def troubles(self) -> Iterator[RedisTrouble]:
+        if self._trouble is not None:
+            yield self._trouble
+        for server in self._servers.values():
+            if server.trouble is not None:
+                yield server.trouble
+
+    def servers_in_trouble(self) -> Sequence[Server]:
+        return [server for server in self._servers.values() if server.trouble is not None]
+
+    def server_of(self, key: bytes | None) -> Server | RedisTrouble:
+        """The server that a key belongs to; without a key any, the well ones first."""
+        if not self._servers:
+            assert self._trouble is not None
+            return RedisTrouble(self._trouble.kind, self._trouble.message)
+        if not self.is_cluster:
+            return next(iter(self._servers.values()))
+        if key is None:
+            return min(self._servers.values(), key=lambda server: server.trouble is not None)
+        address = self._slots[slot_of(key)]
+        if address is None:
+            self._stale = True
+            return RedisTrouble(Trouble.DOWN, f"no server of the Cluster serves slot {slot_of(key)}")
+        return self.at(address)
+
+    def at(self, address: Address) -> Server:
+        """The server at an address, which may be new."""
+        if address not in self._servers:
+            self._servers[address] = self._new(address)
+        return self._servers[address]
+
+    def follow(self, moved: Moved) -> None:
+        """A server said that a slot is elsewhere."""
+        if not moved.asking:
+            self._slots[moved.slot] = moved.address
+            self._stale = True
+
+    def _new(self, address: Address) -> Server:
+        return Server(address, self._connect, **self._size)
+
+    # ---- finding out ---------------------------------------------------------------------------------------------
+
+    async def look(self, until_s: float) -> None:
+        """Find the servers, as far as that is needed."""
+        if not self.unsettled:
+            return
+        if self._url.service:
+            await self._ask_sentinels(until_s)
+        elif self.is_cluster or self._trouble is not None:
+            await self._ask_for_slots(until_s)
+
+    async def check(self, server: Server, until_s: float) -> None:
+        """Try a server that could not be used: its trouble ends if it answers as it should."""
+        commands: list[tuple[str, ...]] = [("PING",), ("CLUSTER", "INFO")] if self.is_cluster else [("PING",)]
+        pong, *info = await server.exchange(commands, until_s)
+        if isinstance(pong, RedisTrouble | ResponseError):
+            trouble = pong if isinstance(pong, RedisTrouble) else trouble_of(pong, where=str(server.address))
+            # A user who may not even PING is let in all the same.
+            server.trouble = None if isinstance(pong, ResponseError) and trouble.kind is Trouble.AUTH else trouble
+        elif info and isinstance(info[0], bytes) and b"cluster_state:fail" in info[0]:
+            server.trouble = RedisTrouble(Trouble.DOWN, f"{server.address}: the Cluster is down")
+        else:
+            server.trouble = None
+
+    async def _ask(self, address: Address, until_s: float, *words: str, sentinel: bool = False) -> Any:
+        """One command to an address: its reply, ResponseError or RedisTrouble."""
+        if (server := self._servers.get(address)) is not None and server.trouble is None and not sentinel:
+            return (await server.exchange([words], until_s))[0]
+        stranger = Server(address, self._connect_sentinel if sentinel else self._connect, calls=1, reads=1)
+        try:
+            return (await stranger.exchange([words], until_s))[0]
+        finally:
+            await stranger.close()
+
+    async def _ask_for_slots(self, until_s: float) -> None:
+        """`CLUSTER SLOTS`: also how a single server is told from a Cluster."""
+        well = [address for address, server in self._servers.items() if server.trouble is None]
+        rest = [*(address for address in self._servers if address not in well), *self._url.addresses]
+        self._rng.shuffle(well)
+        for address in dict.fromkeys([*well, *rest]):
+            reply = await self._ask(address, until_s, "CLUSTER", "SLOTS")
+            if isinstance(reply, list):
+                await self._adopt(address, reply)
+                return
+            if not isinstance(reply, RedisTrouble) and not self.is_cluster and trouble_of(reply).kind in _SINGLE:
+                self._trouble = None
+                self.at(address)
+                return
+            trouble = reply if isinstance(reply, RedisTrouble) else trouble_of(reply, where=str(address))
+            if not self._servers:
+                self._trouble = trouble
+
+    async def _adopt(self, asked: Address, reply: Sequence[Any]) -> None:
+        """Take over the slots as the server at `asked` knows them; let go of servers that own none."""
+        self.is_cluster = True
+        slots: list[Address | None] = [None] * SLOTS
+        for first, last, (host, port, *_), *_replicas in reply:
+            name = host.decode() if host else ""
+            # A node that does not know its own name is reached as we reached it.
+            slots[first : last + 1] = [Address(name if name not in ("", "?") else asked.host, port)] * (
+                last + 1 - first
+            )
+        self._slots = slots
+        self._stale = False
+        owners = {address for address in slots if address is not None}
+        for address in owners:
+            self.at(address)
+        gone = [address for address in self._servers if address not in owners]
+        for server in [self._servers.pop(address) for address in gone]:
+            await server.close()
+        missing = slots.count(None)
+        self._trouble = (
+            RedisTrouble(Trouble.DOWN, f"no server serves {missing} slots of the Cluster") if missing else None
+        )
+
+    async def _ask_sentinels(self, until_s: float) -> None:
+        """The primary by the first Sentinel that names one which is a primary."""
+        trouble = RedisTrouble(Trouble.DOWN, "no Sentinel was asked")
+        sentinels = self._url.addresses
+        share_s = self._timeout_s / len(sentinels)
+        for sentinel in sentinels:
+            found = await self._primary_by(sentinel, share_s)
+            if isinstance(found, RedisTrouble):
+                trouble = found
+                continue
+            if found not in self._servers:
+                gone, self._servers = self._servers, {found: self._new(found)}
+                for server in gone.values():
+                    await server.close()
+            self._trouble = None
+            return
+        if not self._servers:
+            self._trouble = trouble
+
+    async def _primary_by(self, sentinel: Address, within_s: float) -> Address | RedisTrouble:
+        until_s = asyncio.get_running_loop().time() + within_s
+        words = ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._url.service)
+        named = await self._ask(sentinel, until_s, *words, sentinel=True)
+        if isinstance(named, RedisTrouble):
+            return RedisTrouble(named.kind, f"Sentinel {named.message}")
+        if isinstance(named, ResponseError):
+            return trouble_of(named, where=f"Sentinel {sentinel}")
+        if not named:
+            return RedisTrouble(Trouble.DOWN, f"Sentinel {sentinel} knows no service {self._url.service!r}")
+        address = Address(named[0].decode(), int(named[1]))
+        role = await self._ask(address, until_s, "ROLE")
+        if isinstance(role, RedisTrouble):
+            return role
+        if isinstance(role, list) and role[0] != b"master":
+            return RedisTrouble(Trouble.DOWN, f"{address}, which Sentinel {sentinel} names, is no primary")
+        return address
+
+    async def close(self) -> None:
+        for server in self._servers.values():
+            await server.close()
+
+
+_SINGLE = (Trouble.REFUSED, Trouble.AUTH)
+"""How a server that is no Cluster, or does not let us ask, answers to `CLUSTER SLOTS`."""
