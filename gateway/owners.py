@@ -7,7 +7,6 @@ itself (its KV events) comes from the feed and goes to both.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from engines.types import EngineFacts, EngineId, EngineView, Role
 from routing.index import Match, PrefixIndex
@@ -78,8 +77,7 @@ class Owners:
         self.store.drop(claim)
 
     def _correct(self, prefill: EngineView, blocks: Sequence[bytes], reported_blocks: int) -> None:
-        forgotten_by_tier: Any = self.index.correct(prefill.engine_id, blocks, reported_blocks)
-        for tier, forgotten in dict(forgotten_by_tier or {}).items() if not isinstance(forgotten_by_tier, int) else ():
+        for tier, forgotten in self.index.correct(prefill.engine_id, blocks, reported_blocks).items():
             self.store.evict(prefill.engine_id, prefill.epoch, forgotten, tier)
 
     # ---- engines -------------------------------------------------------------------------------------------------
@@ -117,12 +115,12 @@ class Owners:
         blocks = None if exact else int(facts.max_total_tokens / self._block_tokens(facts.model))
         if self._capacity.get(engine_id, -1) != blocks:
             self._capacity[engine_id] = blocks
-            self.index.set_capacity(engine_id, blocks)  # type: ignore[arg-type]
+            self.index.set_capacity(engine_id, blocks)
 
     def _empty(self, engine_id: EngineId) -> None:
         self.index.drop_engine(engine_id)
         if engine_id in self._capacity:
-            self.index.set_capacity(engine_id, self._capacity[engine_id])  # type: ignore[arg-type]
+            self.index.set_capacity(engine_id, self._capacity[engine_id])
 
     def _expire(self, now_s: float) -> None:
         """Forget owners that nobody hit for long, now and then."""

@@ -1,29 +1,29 @@
 """The mirror: which engine holds how much of a prompt, for all engines in one walk. Pure, and bounded.
 
-Per tier and block one bitset of owners (a Python int, one bit an engine); per engine and tier a shadow LRU of its
-capacity, since an index that never forgets predicts hits that are long gone. Pending blocks, promised by a dispatch,
-are counted apart and never evicted. Callers hand in whole chains from the root: they are touched tail first, so an
-ancestor is always more recent than its descendants, and what is evicted is always a leaf.
+Every engine has three bits, one for each tier, and `routing/segments.py` says which of them have which blocks. Per
+engine and tier that is a shadow LRU of its capacity, since an index that never forgets predicts hits that are long
+gone. Pending blocks, promised by a dispatch, are counted apart and never forgotten.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import count, repeat
-from operator import or_
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
 from typing import NamedTuple
 
 from engines.types import EngineId
 from routing.ownership import Tier
+from routing.segments import Holder, Segment, Segments, bits
 
 DEFAULT_CAPACITY_BLOCKS = 16_384
 """A million tokens in blocks of 64: what an engine is thought to cache until `set_capacity` is told."""
-
-HELD_BYTES = 145
-"""Memory of one block held by one engine: its hash, and its entry in the shadow LRU (CPython 3.11, measured)."""
-BLOCK_BYTES = 80
-"""Memory of one distinct block: its entry among the owners, with a bitset of up to 30 engines."""
+MAX_HELD_BLOCKS = 1 << 20
+"""No engine is thought to have more on one tier, whatever is said: some 67 M tokens."""
+PENDING_BYTES = 130
+"""Memory of one block promised by one engine (CPython 3.11, measured)."""
+SWEEP_BLOCKS = 512
+"""How many blocks that nobody holds any more every change removes, beside as many as it added."""
+_TIERS = len(Tier)
 
 
 class Hit(NamedTuple):
@@ -45,82 +45,96 @@ Match = Mapping[EngineId, Hit]
 
 
 class _Engine:
-    """What one engine is thought to have. `lru[tier]` ends with the block used last; `pending` counts promises."""
+    """One engine: a holder for each tier, their bits side by side, and the number of promises for each block."""
 
-    __slots__ = ("bit", "capacity_blocks", "lru", "pending")
+    __slots__ = ("bit", "engine_id", "holders", "pending")
 
-    def __init__(self, bit: int, capacity_blocks: int) -> None:
+    def __init__(self, engine_id: EngineId, bit: int, capacity_blocks: int) -> None:
+        self.engine_id = engine_id
         self.bit = bit
-        self.capacity_blocks = dict.fromkeys(Tier, capacity_blocks)
-        self.lru: dict[Tier, OrderedDict[bytes, None]] = {tier: OrderedDict() for tier in Tier}
+        self.holders = {tier: Holder(bit << place, capacity_blocks) for place, tier in enumerate(Tier)}
         self.pending: dict[bytes, int] = {}
 
 
 class PrefixIndex:
-    """Block hashes to owners; `version` grows with every change."""
+    """Block hashes to owners; `version` grows with every change.
 
-    def __init__(self, capacity_blocks: int = DEFAULT_CAPACITY_BLOCKS) -> None:
+    What left with an engine, or was forgotten at once, is removed bit by bit by later changes, so that none takes long.
+    """
+
+    def __init__(self, capacity_blocks: int = DEFAULT_CAPACITY_BLOCKS, *, sweep_blocks: int = SWEEP_BLOCKS) -> None:
         self._capacity_blocks = capacity_blocks
+        self._sweep_blocks = sweep_blocks
         self._engines: dict[EngineId, _Engine] = {}
-        self._ids: dict[int, EngineId] = {}
-        self._held: dict[Tier, dict[bytes, int]] = {tier: {} for tier in Tier}
-        self._pending: dict[bytes, int] = {}
+        self._by_bit: dict[int, _Engine] = {}
+        self._present = 0  # all those bits
+        self._segments = Segments()
         self.version = 0
+
+    # ---- questions -----------------------------------------------------------------------------------------------
 
     def match(self, blocks: Sequence[bytes]) -> Match:
         """The longest run of `blocks` from the first on, for every engine that has any."""
-        tables = [table for table in self._held.values() if table]
-        held = self._runs(blocks, tables)
-        ahead = self._runs(blocks, [*tables, self._pending]) if self._pending else held
-        if not self._held[Tier.HOST] and not self._held[Tier.STORE]:
-            return {engine_id: Hit(held.get(engine_id, 0), run) for engine_id, run in ahead.items()}
-        return {
-            engine_id: self._tiered(self._engines[engine_id].bit, blocks, held.get(engine_id, 0), run)
-            for engine_id, run in ahead.items()
-        }
+        chain = tuple(blocks)
+        hits = self._held(chain)
+        for engine_id, engine in self._engines.items():
+            if engine.pending:
+                hit = hits.get(engine_id, NO_HIT)
+                if hit.held_blocks < len(chain) and chain[hit.held_blocks] in engine.pending:
+                    hits[engine_id] = hit._replace(pending_blocks=self._ahead(engine, chain, hit.held_blocks))
+        return hits
 
-    def set_capacity(self, engine_id: EngineId, blocks: int, tier: Tier = Tier.DEVICE) -> None:
-        """How many blocks the engine can cache on `tier`; the least recently used beyond that are forgotten now."""
-        engine = self._engine(engine_id)
-        engine.capacity_blocks[tier] = max(0, blocks)
-        self._shrink(engine, tier)
-        self.version += 1
+    def held_blocks(self, engine_id: EngineId, tier: Tier = Tier.DEVICE) -> int:
+        """How many blocks the engine is thought to have on `tier`."""
+        engine = self._engines.get(engine_id)
+        return engine.holders[tier].held_blocks if engine is not None else 0
+
+    def pending_blocks(self) -> int:
+        """How many blocks are promised by dispatches that have not ended, over all engines."""
+        return sum(len(engine.pending) for engine in self._engines.values())
+
+    def memory_bytes(self) -> int:
+        """An estimate of what the index occupies; bounded by the capacities of its engines and what is in flight."""
+        return self._segments.memory_bytes() + self.pending_blocks() * PENDING_BYTES
+
+    # ---- changes -------------------------------------------------------------------------------------------------
+
+    def set_capacity(self, engine_id: EngineId, blocks: int | None, tier: Tier = Tier.DEVICE) -> None:
+        """How many blocks the engine can cache on `tier`; the least recently used beyond that are forgotten now.
+
+        None: the engine says itself what it evicts, and only MAX_HELD_BLOCKS bounds it.
+        """
+        holder = self._engine(engine_id).holders[tier]
+        holder.capacity_blocks = MAX_HELD_BLOCKS if blocks is None else min(max(0, blocks), MAX_HELD_BLOCKS)
+        self._segments.shrink(holder)
+        self._changed()
 
     def add_held(self, engine_id: EngineId, blocks: Sequence[bytes], tier: Tier = Tier.DEVICE) -> None:
-        """The engine has, and has just used, this whole chain; beyond its capacity it forgets the oldest leaves."""
-        engine = self._engine(engine_id)
-        lru, owners, bit = engine.lru[tier], self._held[tier], engine.bit
-        for block in reversed(blocks[: engine.capacity_blocks[tier]]):
-            if block in lru:
-                lru.move_to_end(block)
-            else:
-                lru[block] = None
-                owners[block] = owners.get(block, 0) | bit
-        self._shrink(engine, tier)
-        self.version += 1
+        """The engine has, and has just used, these consecutive blocks; beyond its capacity it forgets the oldest.
+
+        They need not begin at the root, nor need their ancestors be known: they count as soon as those are held.
+        """
+        self._segments.use(self._engine(engine_id).holders[tier], tuple(blocks))
+        self._changed(added_blocks=len(blocks))
 
     def add_pending(self, engine_id: EngineId, blocks: Sequence[bytes]) -> None:
         """A request with this chain was dispatched to the engine; ends in one `drop` or `confirm` of the same chain."""
-        engine = self._engine(engine_id)
+        pending = self._engine(engine_id).pending
         for block in blocks:
-            promises = engine.pending.get(block, 0)
-            engine.pending[block] = promises + 1
-            if not promises:
-                self._pending[block] = self._pending.get(block, 0) | engine.bit
-        self.version += 1
+            pending[block] = pending.get(block, 0) + 1
+        self._changed()
 
     def drop(self, engine_id: EngineId, blocks: Iterable[bytes]) -> None:
         """One dispatch of this chain has ended: its promise is taken back. Unknown promises do nothing."""
         if (engine := self._engines.get(engine_id)) is None:
             return
+        pending = engine.pending
         for block in blocks:
-            promises = engine.pending.get(block, 0)
-            if promises > 1:
-                engine.pending[block] = promises - 1
+            if (promises := pending.get(block, 0)) > 1:
+                pending[block] = promises - 1
             elif promises:
-                del engine.pending[block]
-                _clear(self._pending, block, engine.bit)
-        self.version += 1
+                del pending[block]
+        self._changed()
 
     def confirm(self, engine_id: EngineId, blocks: Sequence[bytes]) -> None:
         """The dispatch of this chain succeeded: what was promised is held."""
@@ -128,118 +142,111 @@ class PrefixIndex:
         self.add_held(engine_id, blocks)
 
     def evict(self, engine_id: EngineId, blocks: Iterable[bytes], tier: Tier = Tier.DEVICE) -> int:
-        """The engine has lost these blocks on `tier`; returns how many the index had."""
+        """The engine has lost these blocks, in any order, on `tier`; returns how many the index had."""
         if (engine := self._engines.get(engine_id)) is None:
             return 0
-        lru, owners = engine.lru[tier], self._held[tier]
-        lost = [block for block in blocks if block in lru]
-        for block in lost:
-            del lru[block]
-            _clear(owners, block, engine.bit)
-        self.version += 1
-        return len(lost)
+        holder = engine.holders[tier]
+        before = holder.held_blocks
+        self._segments.lose(holder, blocks)
+        self._changed()
+        return before - holder.held_blocks
 
-    def correct(self, engine_id: EngineId, blocks: Sequence[bytes], reported_blocks: int) -> int:
+    def correct(self, engine_id: EngineId, blocks: Sequence[bytes], reported_blocks: int) -> dict[Tier, list[bytes]]:
         """The engine really hit only `reported_blocks` of this chain: forget the rest, and all that is older.
 
         Engines evict what was used least recently first, so what was used before a block that is gone is gone as
-        well. Returns how many were forgotten. To be called before the `confirm` of the same request.
+        well. Returns what was forgotten, the oldest first, by tier, without the tiers that lost nothing. To be called
+        before the `confirm` of the same request.
         """
         if (engine := self._engines.get(engine_id)) is None:
-            return 0
-        return sum(self._forget_up_to(engine, blocks[max(0, reported_blocks) :], tier) for tier in Tier)
-
-    def _forget_up_to(self, engine: _Engine, lost: Sequence[bytes], tier: Tier) -> int:
-        lru, owners = engine.lru[tier], self._held[tier]
-        left = {block for block in lost if block in lru}
-        before = len(lru)
-        while left:
-            block, _ = lru.popitem(last=False)
-            _clear(owners, block, engine.bit)
-            left.discard(block)
-        self.version += 1
-        return before - len(lru)
+            return {}
+        lost = tuple(blocks[max(0, reported_blocks) :])
+        forgotten = {tier: self._segments.forget_up_to(holder, lost) for tier, holder in engine.holders.items()}
+        self._changed()
+        return {tier: gone for tier, gone in forgotten.items() if gone}
 
     def drop_engine(self, engine_id: EngineId) -> None:
         """Forget the engine with all it had, its capacities too: it has left, or restarted empty."""
         if (engine := self._engines.pop(engine_id, None)) is None:
             return
-        for tier, lru in engine.lru.items():
-            for block in lru:
-                _clear(self._held[tier], block, engine.bit)
-        for block in engine.pending:
-            _clear(self._pending, block, engine.bit)
-        del self._ids[engine.bit]
+        self._present ^= engine.bit
+        del self._by_bit[engine.bit]
+        for holder in engine.holders.values():
+            self._segments.leave(holder)
+        self._changed()
+
+    # ---- the walk ------------------------------------------------------------------------------------------------
+
+    def _held(self, chain: tuple[bytes, ...]) -> dict[EngineId, Hit]:
+        """What every engine holds of `chain`, each block counted where it lies fastest."""
+        hits: dict[EngineId, Hit] = {}
+        slow: dict[int, tuple[int, int]] = {}
+        alive, depth = self._present, 0
+        for segment, start, length in self._segments.walk(chain):
+            owners = segment.owners
+            having = (owners | owners >> 1 | owners >> 2) & alive  # on any of the three tiers
+            if depth:
+                self._note(hits, alive & ~having, depth, slow)
+            for bit in bits(having & ~(owners & ~segment.partial)):
+                reach = self._reach(bit, segment, start, length, slow)
+                if reach < length:
+                    having ^= bit
+                    self._note(hits, bit if depth + reach else 0, depth + reach, slow)
+            alive = having
+            depth += length
+            if not alive:
+                return hits
+        self._note(hits, alive if depth else 0, depth, slow)
+        return hits
+
+    def _reach(self, bit: int, segment: Segment, start: int, length: int, slow: dict[int, tuple[int, int]]) -> int:
+        """How many of these blocks an engine has on any tier; adds to `slow` those that lie on host and store only."""
+        device, host, store = (
+            holder.blocks_of(segment, start, length) for holder in self._by_bit[bit].holders.values()
+        )
+        faster = max(device, host)
+        if faster > device or store > faster:
+            on_host, on_store = slow.get(bit, (0, 0))
+            slow[bit] = (on_host + faster - device, on_store + max(0, store - faster))
+        return max(faster, store)
+
+    def _note(self, hits: dict[EngineId, Hit], engines: int, depth: int, slow: dict[int, tuple[int, int]]) -> None:
+        """The run of each of these engines ends at `depth`."""
+        if not engines:
+            return
+        hit = Hit(depth, depth)
+        for bit in bits(engines):
+            hits[self._by_bit[bit].engine_id] = Hit(depth, depth, *slow[bit]) if bit in slow else hit
+
+    def _ahead(self, engine: _Engine, chain: tuple[bytes, ...], depth: int) -> int:
+        """How far an engine that holds `chain` up to `depth` will hold it, when its promises are kept."""
+        while depth < len(chain):
+            if chain[depth] in engine.pending:
+                depth += 1
+                continue
+            segment, start, length = next(self._segments.walk(chain, depth), (None, 0, 0))
+            held = (holder.blocks_of(segment, start, length) for holder in engine.holders.values()) if segment else ()
+            if not (reach := max(held, default=0)):
+                break
+            depth += reach
+        return depth
+
+    def _changed(self, added_blocks: int = 0) -> None:
         self.version += 1
-
-    def held_blocks(self, engine_id: EngineId, tier: Tier = Tier.DEVICE) -> int:
-        """How many blocks the engine is thought to have on `tier`."""
-        engine = self._engines.get(engine_id)
-        return len(engine.lru[tier]) if engine is not None else 0
-
-    def memory_bytes(self) -> int:
-        """An estimate of what the index occupies; bounded by the capacities of its engines and what is in flight."""
-        distinct = len(self._pending) + sum(map(len, self._held.values()))
-        entries = sum(len(engine.pending) + sum(map(len, engine.lru.values())) for engine in self._engines.values())
-        return distinct * (BLOCK_BYTES + len(self._engines) // 8) + entries * HELD_BYTES
+        self._segments.sweep(self._sweep_blocks + added_blocks)
 
     def _engine(self, engine_id: EngineId) -> _Engine:
-        """The engine's state, with the lowest free bit when it is new."""
+        """The engine's state, with the lowest free bits when it is new."""
         if (engine := self._engines.get(engine_id)) is None:
-            bit = next(1 << slot for slot in count() if 1 << slot not in self._ids)
-            self._ids[bit] = engine_id
-            engine = self._engines[engine_id] = _Engine(bit, self._capacity_blocks)
+            engine = self._engines[engine_id] = _Engine(engine_id, self._free_bit(), self._capacity_blocks)
+            self._by_bit[engine.bit] = engine
+            self._present |= engine.bit
+            for holder in engine.holders.values():
+                self._segments.join(holder)
         return engine
 
-    def _shrink(self, engine: _Engine, tier: Tier) -> None:
-        lru, owners = engine.lru[tier], self._held[tier]
-        while len(lru) > engine.capacity_blocks[tier]:
-            block, _ = lru.popitem(last=False)
-            _clear(owners, block, engine.bit)
-
-    def _runs(self, blocks: Sequence[bytes], tables: Sequence[Mapping[bytes, int]]) -> dict[EngineId, int]:
-        """For each engine, how many of `blocks` from the first on are in any of `tables`; zeros left out."""
-        runs: dict[EngineId, int] = {}
-        depth = alive = 0
-        for depth, owners in enumerate(_owner_sets(blocks, tables)):
-            if not depth:
-                alive = owners
-            elif lost := alive & ~owners:
-                runs.update((self._ids[bit], depth) for bit in _bits(lost))
-                alive &= owners
-            if not alive:
-                return runs
-        runs.update((self._ids[bit], depth + 1) for bit in _bits(alive))
-        return runs
-
-    def _tiered(self, bit: int, blocks: Sequence[bytes], held: int, ahead: int) -> Hit:
-        """The hit of one engine, each held block counted where it lies fastest."""
-        device, host = self._held[Tier.DEVICE], self._held[Tier.HOST]
-        slow = [block for block in blocks[:held] if not device.get(block, 0) & bit]
-        on_host = sum(1 for block in slow if host.get(block, 0) & bit)
-        return Hit(held, ahead, on_host, len(slow) - on_host)
-
-
-def _owner_sets(blocks: Sequence[bytes], tables: Sequence[Mapping[bytes, int]]) -> Iterator[int]:
-    """The owners of each block over all `tables`, one by one, at the speed of `map`."""
-    if not tables:
-        return repeat(0, len(blocks))
-    merged: Iterator[int] = map(tables[0].get, blocks, repeat(0))
-    for table in tables[1:]:
-        merged = map(or_, merged, map(table.get, blocks, repeat(0)))
-    return merged
-
-
-def _bits(mask: int) -> Iterator[int]:
-    while mask:
-        bit = mask & -mask
-        yield bit
-        mask ^= bit
-
-
-def _clear(owners: dict[bytes, int], block: bytes, bit: int) -> None:
-    left = owners[block] & ~bit
-    if left:
-        owners[block] = left
-    else:
-        del owners[block]
+    def _free_bit(self) -> int:
+        """The lowest of three bits that nobody has, nor has left without having been forgotten."""
+        taken = self._segments.holders
+        slots = (1 << _TIERS * slot for slot in count())
+        return next(bit for bit in slots if not any(bit << place in taken for place in range(_TIERS)))

@@ -104,7 +104,7 @@ def test_every_interleaving_leaves_nothing(ops: list[tuple[str, int, int]]) -> N
         assert len(at.queue) == 0
         assert at.queue.body_bytes == 0
         assert not at._waiters
-        assert not at.owners.index._pending
+        assert not at.owners.index.pending_blocks()
         assert not any(engine.pending for engine in at.owners.index._engines.values())
         assert not at.owners.store._claims  # type: ignore[attr-defined]
         for name in NAMES:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.types import EngineId, PrefillTiming, PrefillWork
 from gateway.bookings import Booking, Bookings
+from routing.bookings_log import NOTHING, Totals
 
 P0, P1, D0, D1 = (EngineId(name) for name in ("p0", "p1", "d0", "d1"))
 TIMING = PrefillTiming(base_s=1.0, per_token_s=0.01, per_token2_s=1e-6, chunk_tokens=100)
@@ -118,6 +121,67 @@ def test_a_wholly_cached_prompt_is_no_forward() -> None:
     bookings = Bookings()
     bookings.book(booking(prompt=100, cached=100))
     assert bookings.queue_s(P0, TIMING, 0.0) == 0.0
+
+
+# ---- other gateways --------------------------------------------------------------------------------------------------
+
+THEIRS = Totals(1.5, 10, 2, 30, 40, 5)
+
+
+def readings(bookings: Bookings, engine_id: EngineId) -> Totals:
+    """All that is read of an engine."""
+    return Totals(
+        bookings.queue_s(engine_id, TIMING, 0.0),
+        bookings.uncached_tokens(engine_id),
+        bookings.prefill_requests(engine_id),
+        bookings.prefill_kv_tokens(engine_id),
+        bookings.decode_kv_tokens(engine_id),
+        bookings.decode_requests(engine_id),
+    )
+
+
+def test_what_others_promised_is_read_and_not_ours() -> None:
+    bookings = Bookings()
+    bookings.set_others({P0: THEIRS, D0: THEIRS})
+    assert readings(bookings, P0) == readings(bookings, D0) == THEIRS
+    assert readings(bookings, P1) == NOTHING
+    assert bookings.own(P0) == bookings.own(D0) == NOTHING
+    assert bookings.own_queue_s(P0, TIMING, 0.0) == 0.0
+    assert (bookings.live(), list(bookings.own_engines())) == (0, [])
+
+
+def test_ours_and_theirs_are_added() -> None:
+    bookings, one = Bookings(), booking(prompt=100, cached=30, kv=150)
+    bookings.book(one)
+    own = {each: readings(bookings, each) for each in (P0, D0)}
+    bookings.set_others({P0: THEIRS, D0: THEIRS})
+    for each in (P0, D0):
+        assert readings(bookings, each) == own[each] + THEIRS
+        assert bookings.own(each) == replace(own[each], queue_s=0.0)
+        assert bookings.own_queue_s(each, TIMING, 0.0) == own[each].queue_s
+    assert set(bookings.own_engines()) == {P0, D0}
+    bookings.prefill_done(one, 1.0)
+    assert set(bookings.own_engines()) == {D0}
+    bookings.release(one, 1.0)
+    assert readings(bookings, P0) == THEIRS
+    bookings.set_others({})
+    assert readings(bookings, P0) == NOTHING
+
+
+def test_a_change_of_others_is_a_new_version_and_no_change_of_ours() -> None:
+    bookings = Bookings()
+    told: list[int] = []
+    bookings.own_changed = lambda: told.append(bookings.version)
+    bookings.set_others({P0: THEIRS})
+    bookings.set_others({P0: THEIRS})
+    assert (bookings.version, told) == (1, [])
+    bookings.set_others({P0: THEIRS + THEIRS})
+    assert (bookings.version, told) == (2, [])
+    one = booking()
+    bookings.book(one)
+    bookings.prefill_done(one, 1.0)
+    bookings.release(one, 1.0)
+    assert told == [3, 4, 5], "told when it is done"
 
 
 OPS = st.lists(

@@ -53,7 +53,7 @@ async def give_up(tasks: list[asyncio.Task[Decision]]) -> None:
 
 def nothing_left(at: Decider) -> bool:
     clean = not at.bookings.live() and not len(at.queue) and not at.queue.body_bytes and not at._waiters
-    return clean and not at.owners.index._pending
+    return clean and not at.owners.index.pending_blocks()
 
 
 # ---- choose and book -------------------------------------------------------------------------------------------------

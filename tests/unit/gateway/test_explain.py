@@ -99,7 +99,7 @@ async def test_a_record_of_a_request_that_is_over_keeps_no_prompt_and_no_long_te
     assert (len(one.model), len(one.error)) == (1000, 1000)
     assert len(decision.request.blocks) == 10, "the decider releases by them"
     at.finished(decision)
-    assert not at.owners.index._pending
+    assert not at.owners.index.pending_blocks()
 
 
 @timeless

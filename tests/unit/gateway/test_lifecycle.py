@@ -124,7 +124,7 @@ def story(test: Callable[[World], Any], *names: str, **sections: Any) -> Callabl
             await test(world)
         assert gw.decider.bookings.live() == 0
         assert len(gw.decider.queue) == 0
-        assert not gw.decider.owners.index._pending
+        assert not gw.decider.owners.index.pending_blocks()
         assert gw.releaser.pending == 0
         await asyncio.sleep(0)
         assert not tasks.running()

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, cast
 
 import orjson
 import pytest
 
 from gateway.context import Gateway
 from gateway.openai_api import Api, expand, parse
-from gateway.prompt import request_view
+from gateway.prompt import Prompt, identify, request_view
 from routing.types import RequestView
 from tests.fakes import FakeUpstream, gateway, now_s, probed, timeless
 
@@ -19,8 +19,18 @@ TEXT = "0123456789abcdef" * 100
 
 
 def views(gw: Gateway, api: Api, **body: Any) -> list[RequestView]:
+    """Without a tokenizer nothing is waited for: one step of each coroutine gives its prompt."""
     request = parse(api, orjson.dumps({"model": "tiny", **body}))
-    return [request_view(gw, request, unit, "tiny", now_s(), now_s() + 5.0) for unit in expand(request)]
+    prompts = [(unit, at_once(identify(gw, api, unit, "tiny"))) for unit in expand(request)]
+    return [request_view(gw, request, unit, "tiny", prompt, now_s(), now_s() + 5.0) for unit, prompt in prompts]
+
+
+def at_once(work: Coroutine[Any, Any, Prompt]) -> Prompt:
+    try:
+        work.send(None)
+    except StopIteration as done:
+        return cast("Prompt", done.value)
+    raise AssertionError("it waited")
 
 
 def view(gw: Gateway, api: Api = Api.COMPLETIONS, **body: Any) -> RequestView:

@@ -11,7 +11,7 @@ from engines.sglang_wire import Usage
 from gateway.context import Gateway
 from gateway.explain import AttemptRecord
 from gateway.openai_api import Api, expand, parse
-from gateway.prompt import request_view
+from gateway.prompt import identify, request_view
 from gateway.reply import Reply, SingleSink
 from gateway.settle import learn
 from tests.fakes import FakeClient, FakeUpstream, gateway, now_s, probed, timeless
@@ -22,7 +22,8 @@ async def learned_from(usage: Usage | None, *, took_s: float = 1.0, **body: Any)
     gw = await probed(gateway(FakeUpstream(), "p0", "d0"))
     request = parse(Api.GENERATE, orjson.dumps({"model": "tiny", **(body or {"text": "x" * 400})}))
     (unit,) = expand(request)
-    decision = await gw.decider.submit(request_view(gw, request, unit, "tiny", now_s(), now_s() + 9))
+    prompt = await identify(gw, request.api, unit, "tiny")
+    decision = await gw.decider.submit(request_view(gw, request, unit, "tiny", prompt, now_s(), now_s() + 9))
     note = AttemptRecord(decision, 1, 0, 0.0, handed_over_s=0.5)
     gw.decider.handed_over(decision)
     sink = SingleSink(Reply(FakeClient(), request, "0" * 32, 1))
