@@ -12,6 +12,7 @@ from gateway.bookings import Bookings
 from gateway.errors import GatewayError, bad_request, no_pair
 from gateway.learned import Learned
 from routing.index import NO_HIT, Match
+from routing.prefix import reusable_tokens
 from routing.types import DecodeState, Dropped, PrefillState, RequestView
 
 BLOCK_BYTES = 256
@@ -31,7 +32,7 @@ def prefill_state(
     page_tokens = facts.cache_format.page_size_tokens
     booked_tokens = bookings.uncached_tokens(view.engine_id)
     reported_tokens = view.load.waiting_uncached_tokens if view.load is not None else 0
-    unbooked_tokens = max(0, reported_tokens - booked_tokens)  # what others than this gateway brought
+    unbooked_tokens = max(0, reported_tokens - booked_tokens)  # what others than this fleet's gateways brought
     return PrefillState(
         view,
         timing,
@@ -64,7 +65,7 @@ def hit_tokens(blocks: int, request: RequestView, page_tokens: int) -> int:
     The last token is always computed: its output is what the prefill is for.
     """
     tokens = min(int(blocks * request.block_tokens), max(0, request.prompt_tokens - 1))
-    return tokens - tokens % max(1, page_tokens)
+    return reusable_tokens([tokens], [max(1, page_tokens)])
 
 
 def no_pair_error(

@@ -13,6 +13,7 @@ from typing import Any
 from engines.types import Outcome
 from gateway.decider import Decision
 from gateway.errors import clipped
+from routing.prefix import BlockKind
 from routing.types import Candidate
 
 _MAX_ATTEMPTS_SHOWN = 256
@@ -21,12 +22,17 @@ _MAX_OUTCOME_CHARS = 500
 
 @dataclass(slots=True)
 class AttemptRecord:
-    """One attempt of a request. Times are seconds since the request arrived."""
+    """One attempt of a request. Times are seconds since the request arrived.
+
+    `index` is the kind that its prompt was looked up in; `why_text` says why it was not the one of ids.
+    """
 
     decision: Decision
     room: int
     choice_index: int
     decided_s: float
+    index: BlockKind = BlockKind.TEXT
+    why_text: str = ""
     handed_over_s: float | None = None
     first_output_s: float | None = None
     ended_s: float | None = None
@@ -53,6 +59,8 @@ class AttemptRecord:
             "prefill_epoch": decision.prefill.epoch,
             "decode_epoch": decision.decode.epoch,
             "prompt_tokens": request.prompt_tokens,
+            "prompt_index": self.index.value,
+            "prompt_index_reason": self.why_text or None,
             "expected_output_tokens": request.expected_output_tokens,
             "hit_tokens": decision.choice.best.hit_tokens,
             "cached_tokens": self.cached_tokens,

@@ -26,7 +26,7 @@ from gateway.decider import Decision
 from gateway.errors import GatewayError
 from gateway.explain import AttemptRecord, Record
 from gateway.openai_api import Api, Unit
-from gateway.prompt import request_view
+from gateway.prompt import Prompt, identify, request_view
 from gateway.reply import Client, MergedSink, Merger, Reply, SingleSink, UnitSink
 from gateway.settle import learn
 from gateway.story import AttemptObserver, Story, close_story, identity_headers
@@ -85,8 +85,9 @@ async def handle(gw: Gateway, arrival: Arrival, client: Client) -> None:
 
 
 async def _answer(gw: Gateway, story: Story, units: Sequence[Unit]) -> None:
+    prompts: dict[int, Prompt] = {}
     if len(units) == 1:
-        await _run_unit(gw, story, units[0], SingleSink(story.reply))
+        await _run_unit(gw, story, units[0], SingleSink(story.reply), prompts)
         if story.request.stream:
             await story.reply.end()
         return
@@ -99,7 +100,7 @@ async def _answer(gw: Gateway, story: Story, units: Sequence[Unit]) -> None:
             if lead is None:
                 leads[unit.prompt_index] = asyncio.get_running_loop().create_future()
             sink = MergedSink(merger, unit.choice_index)
-            work = _run_sample(gw, story, unit, sink, leads[unit.prompt_index], leads=lead is None)
+            work = _run_sample(gw, story, unit, sink, prompts, leads[unit.prompt_index], leads=lead is None)
             tasks.append(spawn(_expected_error(work), f"choice {unit.choice_index} of {story.record.request_id}"))
             if len(tasks) % _AT_ONCE == 0:
                 await asyncio.sleep(0)
@@ -112,14 +113,21 @@ async def _answer(gw: Gateway, story: Story, units: Sequence[Unit]) -> None:
 
 
 async def _run_sample(
-    gw: Gateway, story: Story, unit: Unit, sink: MergedSink, lead: asyncio.Future[EngineId | None], *, leads: bool
+    gw: Gateway,
+    story: Story,
+    unit: Unit,
+    sink: MergedSink,
+    prompts: dict[int, Prompt],
+    lead: asyncio.Future[EngineId | None],
+    *,
+    leads: bool,
 ) -> None:
     """One of several: the first sample of a prompt decides on which prefill the others find its prefix."""
     if not leads:
-        await _run_unit(gw, story, unit, sink, pinned=await asyncio.shield(lead))
+        await _run_unit(gw, story, unit, sink, prompts, pinned=await asyncio.shield(lead))
         return
     try:
-        await _run_unit(gw, story, unit, sink, lead=lead)
+        await _run_unit(gw, story, unit, sink, prompts, lead=lead)
     finally:
         if not lead.done():
             lead.set_result(None)
@@ -146,12 +154,18 @@ async def _run_unit(
     story: Story,
     unit: Unit,
     sink: UnitSink,
+    prompts: dict[int, Prompt],
     *,
     pinned: EngineId | None = None,
     lead: asyncio.Future[EngineId | None] | None = None,
 ) -> None:
-    """Bring one engine request to its whole answer, over as many attempts as it takes and may have."""
-    view = request_view(gw, story.request, unit, story.model, story.arrival_s, story.deadline_s)
+    """Bring one engine request to its whole answer, over as many attempts as it takes and may have.
+
+    `prompts` are those of this request that are known already: the first sample of each tells the others.
+    """
+    if (prompt := prompts.get(unit.prompt_index)) is None:
+        prompt = prompts[unit.prompt_index] = await identify(gw, story.request.api, unit, story.model)
+    view = request_view(gw, story.request, unit, story.model, prompt, story.arrival_s, story.deadline_s)
     tries = Tries()
     while True:
         view = replace(view, deadline_s=_queue_deadline_s(gw, story))
@@ -164,7 +178,7 @@ async def _run_unit(
             raise final_error(gw, unit, last, retry.last_word(judged.fault)) from error
         if lead is not None and not lead.done():
             lead.set_result(decision.prefill.engine_id)
-        failed = await _attempt(gw, story, unit, sink, decision)
+        failed = await _attempt(gw, story, unit, sink, prompt, decision)
         if failed is None:
             return
         verdict = await judge(gw, tries, decision, failed, committed=sink.sent, deadline_s=story.deadline_s)
@@ -182,14 +196,17 @@ def _queue_deadline_s(gw: Gateway, story: Story) -> float:
     return min(story.deadline_s, asyncio.get_running_loop().time() + gw.config.queue.timeout_s)
 
 
-async def _attempt(gw: Gateway, story: Story, unit: Unit, sink: UnitSink, decision: Decision) -> AttemptFailed | None:
+async def _attempt(
+    gw: Gateway, story: Story, unit: Unit, sink: UnitSink, prompt: Prompt, decision: Decision
+) -> AttemptFailed | None:
     """Dispatch both legs on the booked pair and see them through; what went wrong, or None for a whole answer."""
     clock = asyncio.get_running_loop().time
     whole = False
     run: PairRun | None = None
     try:
         attempt = _make_attempt(gw, story, unit, decision)
-        note = AttemptRecord(decision, attempt.room, unit.choice_index, clock() - story.arrival_s)
+        since_s = clock() - story.arrival_s
+        note = AttemptRecord(decision, attempt.room, unit.choice_index, since_s, prompt.kind, prompt.why_text)
         story.record.add(note)
         story.reply.headers.update(identity_headers(story.record))
         gw.metrics.decided(decision.waited_s)

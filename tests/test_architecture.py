@@ -27,8 +27,11 @@ PURE_FILES = (
     "engines/sglang_wire.py",
     "engines/sglang_facts.py",
     "engines/sse_frames.py",
+    "engines/kv_events.py",
+    "engines/kv_event_source.py",
     "engines/emulator/core.py",
     "engines/emulator/kv_pool.py",
+    "engines/emulator/kv_event_log.py",
     "engines/emulator/radix.py",
     "engines/emulator/tokens.py",
     "engines/emulator/wire.py",
@@ -36,6 +39,7 @@ PURE_FILES = (
     "failover/retry.py",
     "failover/machine.py",
     "failover/poison.py",
+    "gateway/chat_template.py",
     "gateway/openai_api.py",
     "gateway/merge.py",
     "gateway/engine_errors.py",
@@ -50,6 +54,8 @@ IMPURE_IN_PURE_PACKAGE = (
     "routing/ownership_follower.py",
     "routing/shared_bookings.py",
     "routing/redis_link.py",
+    "routing/redis_server.py",
+    "routing/redis_topology.py",
     "routing/embedded_redis.py",
 )
 IMPURE_MODULES = ("asyncio", "time", "logging", "socket", "aiohttp", "redis")

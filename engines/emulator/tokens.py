@@ -6,17 +6,17 @@ and the vocabulary is a Hugging Face ByteLevel BPE without merges. Answers are w
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
-
-import orjson
 
 from engines.token_rule import FIRST_WORD_TOKEN, TOKEN_BYTES, VOCABULARY_TOKENS, WORD_TOKENS, pack
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 FIRST_BYTE_TOKEN = len(SPECIAL_TOKENS)
 
+_FUNCTION_FIELDS = ("description", "name", "parameters", "strict", "defer_loading")
 _SPECIAL = re.compile("(" + "|".join(re.escape(text) for text in SPECIAL_TOKENS) + ")")
 _SPECIAL_PACKED = {text: pack([token]) for token, text in enumerate(SPECIAL_TOKENS)}
 _BYTE_TO_TOKEN = bytes((byte + FIRST_BYTE_TOKEN) & 0xFF for byte in range(256))
@@ -60,21 +60,56 @@ def decode(token_ids: Iterable[int], skip_special: bool = True) -> str:
     return data.decode("utf-8", "replace")
 
 
+def chat_text(body: Mapping[str, Any]) -> str:
+    """The prompt of a chat completion's body, as SGLang makes it: its rules over `render_chat`."""
+    messages, prefix = list(body["messages"]), ""
+    last = messages[-1] if messages else {}
+    if body.get("continue_final_message") and last.get("role") == "assistant" and isinstance(last.get("content"), str):
+        prefix = messages.pop()["content"]
+    choice, tools = body.get("tool_choice"), body.get("tools")
+    if choice == "none":
+        tools = None
+    elif isinstance(choice, Mapping):
+        tools = [tool for tool in tools or () if tool["function"]["name"] == choice["function"]["name"]]
+    return render_chat(messages, tools) + prefix
+
+
 def render_chat(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, add_generation_prompt: bool = True
 ) -> str:
-    """The prompt of a chat: ChatML, tools as JSON in a leading system block."""
+    """The prompt of a chat: ChatML, tools as JSON in a leading system block.
+
+    Where the assistant is asked for, one that has spoken last counts as the user: SGLang's rule.
+    """
     parts = []
     if tools:
-        parts.append(f"<|im_start|>system\n{orjson.dumps(tools).decode()}<|im_end|>\n")
-    for message in messages:
-        parts.append(f"<|im_start|>{message['role']}\n{_content_text(message.get('content'))}<|im_end|>\n")
+        shown = json.dumps([_shown(tool) for tool in tools], ensure_ascii=False, separators=(",", ":"))
+        parts.append(f"<|im_start|>system\n{shown}<|im_end|>\n")
+    for index, message in enumerate(messages):
+        role, content = message["role"].lower(), message.get("content")
+        is_last = index == len(messages) - 1
+        if is_last and add_generation_prompt and role == "assistant" and isinstance(content, str):
+            role = "user"
+        parts.append(f"<|im_start|>{role}\n{_content_text(role, content)}<|im_end|>\n")
     if add_generation_prompt:
         parts.append("<|im_start|>assistant\n")
     return "".join(parts)
 
 
-def _content_text(content: str | Sequence[Mapping[str, Any]] | None) -> str:
+def _content_text(role: str, content: Any) -> str:
     if isinstance(content, str):
         return content
-    return "".join(str(part.get("text", "")) for part in content or ())
+    texts = [part["text"] for part in content or () if part.get("type") == "text"]
+    return (" " if role == "tool" and len(texts) == len(content or ()) else "").join(texts)
+
+
+def _shown(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool as SGLang shows it to a template: its own fields only, the client's order within the function."""
+    given, later = tool["function"], tool.get("defer_loading")
+    fields = {"description": None, "name": None, "parameters": None, "strict": None, "defer_loading": later, **given}
+    function = {name: fields[name] for name in (*given, *_FUNCTION_FIELDS) if name in _FUNCTION_FIELDS}
+    if function["defer_loading"] is None:
+        function["defer_loading"] = later
+    unset = [name for name in ("strict", "defer_loading") if function[name] is None]
+    function = {name: value for name, value in function.items() if name not in unset}
+    return {"type": tool.get("type", "function"), "function": function, "defer_loading": later}

@@ -65,6 +65,21 @@ def test_a_room_leads_to_its_rank_and_fits_63_bits(
         assert room % dp_size == rank
 
 
+@given(st.integers(0, 2**64), st.lists(st.tuples(st.integers(0, 2**20 - 1), st.integers(0, 50)), max_size=10))
+def test_no_room_comes_twice_whichever_ids_are_taken(seed: int, takes: list[tuple[int, int]]) -> None:
+    maker = RoomMaker(Random(seed))
+    seen: set[int] = set()
+    made = 0
+    for process_id, rooms in takes:
+        maker.take_process_id(process_id)
+        found = counters(maker, rooms)
+        assert {value >> COUNTER_BITS for value in found} <= {process_id}
+        seen |= found
+        made += rooms
+    assert len(seen) == made
+    assert 0 not in seen
+
+
 @pytest.mark.parametrize("ones", [False, True])
 @pytest.mark.parametrize("process_id", [0, 2**20 - 1])
 def test_the_ends_of_the_range_are_rooms_too(process_id: int, ones: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 from collections.abc import AsyncIterator
 from typing import Any
@@ -19,7 +18,7 @@ from tests.scenarios.cluster import Cluster, GatewayProcess, eventually
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 LONG = 3000
-"""Bytes of a prompt of many blocks."""
+"""Bytes of a prompt of many blocks; a token is guessed at four of them."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -68,7 +67,7 @@ async def test_a_prefix_that_one_placed_is_found_by_the_other(replicas: Cluster)
         await agreed(replicas)
         found = await attempt_of(replicas, second, prompt)
         assert found["prefill"] == placed["prefill"]
-        assert found["hit_tokens"] > LONG / 2
+        assert found["hit_tokens"] > LONG / 5
 
 
 async def test_a_new_replica_starts_warm(replicas: Cluster) -> None:
@@ -81,22 +80,24 @@ async def test_a_new_replica_starts_warm(replicas: Cluster) -> None:
     await agreed(replicas)
     found = await attempt_of(replicas, second, prompt)
     assert found["prefill"] == placed["prefill"]
-    assert found["hit_tokens"] > LONG / 2
+    assert found["hit_tokens"] > LONG / 5
 
 
 async def test_what_one_has_promised_counts_for_the_other(replicas: Cluster) -> None:
-    first, second = replicas.gateways
+    _, second = replicas.gateways
     holds = await replicas.hold_any(Role.PREFILL, "prefill_chunk")
     prompt = new_prompt(LONG)
-    waiting = spawn(ask(replicas.http, first.url, chat(prompt, 5)), "a held request")
+    waiting = spawn(ask(replicas.http, second.url, chat(prompt, 5)), "a held request")
     [held] = await replicas.held(holds)
-    busy = replicas.name(held.server)
-    await asyncio.sleep(0.15)
-    for _ in range(6):
-        attempt = await attempt_of(replicas, second, new_prompt(100))
-        assert attempt["prefill"] != busy
+
+    async def first_does_not_know() -> str:
+        elsewhere = await replicas.metric("pdgate_booked_elsewhere_tokens", engine=replicas.name(held.server))
+        return "" if elsewhere > LONG / 5 else f"{elsewhere} tokens are booked elsewhere"
+
+    await eventually(first_does_not_know, 0.5)
     await replicas.release(held)
     (await waiting).check_whole(expected_text(prompt, 5))
+    await replicas.settled()
 
 
 async def test_a_server_that_one_lost_gets_nothing_from_the_other(replicas: Cluster) -> None:

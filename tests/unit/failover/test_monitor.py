@@ -31,6 +31,7 @@ class Server:
         self.takes_s = 0.0
         self.probes: list[tuple[float, EngineId]] = []
         self.loads = 0
+        self.load_seen: EngineLoad | None = LOAD
 
     def down(self, reason: str = "refused") -> None:
         self.reachable = self.ready = False
@@ -47,7 +48,7 @@ class Server:
 
     async def load(self, spec: EngineSpec, timeout_s: float) -> EngineLoad | None:
         self.loads += 1
-        return LOAD
+        return self.load_seen
 
 
 class Told:
@@ -293,6 +294,143 @@ async def test_a_dead_server_is_looked_at_twice_a_second() -> None:
         world.monitor.leg_failed(broke())
         await asyncio.sleep(5.0)
         assert 9 <= world.probes_of(P0) <= 12
+
+
+# ---- a counter that fell ---------------------------------------------------------------------------------------------
+
+
+def counted(uncached_tokens: int, busy_us: int) -> EngineLoad:
+    return replace(LOAD, prefill_uncached_tokens_total=uncached_tokens, prefill_busy_us_total=busy_us)
+
+
+@pytest.mark.parametrize("fallen", [counted(99, 200), counted(100, 0)])
+def test_a_counter_that_fell_is_suspected_and_looked_into_at_once(fallen: EngineLoad) -> None:
+    @timeless
+    async def is_suspected() -> None:
+        async with watched() as world:
+            world.server.load_seen = counted(100, 200)
+            await asyncio.sleep(0.6)
+            heard: list[tuple[EngineId, str, str]] = []
+            world.monitor.on_suspected = lambda *each: heard.append(each)
+            probes = world.probes_of(P0)
+            world.server.load_seen = fallen
+            world.server.back("another boot")
+            await asyncio.sleep(0.41)
+            assert world.health() is Health.SUSPECTED
+            assert "fell from" in world.fleet.view(P0).reason
+            assert [(each[0], each[2]) for each in heard] == [(P0, "boot")]
+            assert world.probes_of(P0) == probes
+            await asyncio.sleep(0.06)
+            assert world.probes_of(P0) == probes + 1
+            assert (world.health(), world.told.restarts) == (Health.READY, [P0])
+
+    is_suspected()
+
+
+@timeless
+async def test_counters_that_grow_or_are_missing_or_begin_anew_after_a_restart_are_no_sign() -> None:
+    async with watched() as world:
+        heard: list[EngineId] = []
+        world.monitor.on_suspected = lambda engine_id, reason, fingerprint: heard.append(engine_id)
+        for seen in (counted(5, 5), counted(5, 6), None, counted(7, 7), None, counted(1, 1)):
+            world.server.load_seen = seen
+            await asyncio.sleep(0.5)
+        world.server.load_seen = None
+        world.server.back("another boot")
+        await asyncio.sleep(2.1)
+        assert world.told.restarts == [P0]
+        world.server.load_seen = counted(0, 0)
+        await asyncio.sleep(1.0)
+        assert heard == []
+
+
+# ---- other gateways --------------------------------------------------------------------------------------------------
+
+
+@timeless
+async def test_anothers_suspicion_stops_new_rooms_until_an_own_probe() -> None:
+    async with watched() as world:
+        heard: list[EngineId] = []
+        world.monitor.on_suspected = lambda engine_id, reason, fingerprint: heard.append(engine_id)
+        world.monitor.suspect_elsewhere(P0, "lost", "boot", 0.03)
+        assert world.health() is Health.SUSPECTED
+        assert world.fleet.view(P0).reason == "another gateway says: lost"
+        assert world.told.changes[-1] == P0
+        await asyncio.sleep(0.02)
+        assert (world.health(), world.probes_of(P0)) == (Health.SUSPECTED, 1)
+        await asyncio.sleep(0.02)
+        assert (world.health(), world.probes_of(P0)) == (Health.READY, 2)
+        await asyncio.sleep(0.2)
+        assert world.probes_of(P0) == 2
+        assert heard == [], "not told on"
+
+
+@timeless
+async def test_a_suspicion_that_is_right_holds() -> None:
+    async with watched() as world:
+        heard: list[EngineId] = []
+        world.monitor.on_suspected = lambda engine_id, reason, fingerprint: heard.append(engine_id)
+        world.server.down()
+        world.monitor.suspect_elsewhere(P0, "lost", "boot")
+        await asyncio.sleep(1.0)
+        assert (world.health(), world.fleet.view(P0).reason) == (Health.SUSPECTED, "refused")
+        assert heard == []
+
+
+@timeless
+async def test_a_suspicion_of_another_boot_is_only_a_reason_to_look() -> None:
+    async with watched() as world:
+        world.monitor.suspect_elsewhere(P0, "lost", "another boot")
+        assert world.health() is Health.READY
+        await asyncio.sleep(0.01)
+        assert world.probes_of(P0) == 2
+
+
+@timeless
+async def test_strangers_engines_are_left_alone() -> None:
+    async with watched() as world:
+        world.monitor.suspect_elsewhere(EngineId("http://x"), "lost", "boot")
+        world.monitor.look_now(EngineId("http://x"))
+        await asyncio.sleep(0.1)
+        assert len(world.server.probes) == 1
+
+
+@timeless
+async def test_all_who_ask_for_a_look_share_one_and_a_later_one_is_another() -> None:
+    async with watched() as world:
+        world.server.takes_s = 0.3
+        for _ in range(100):
+            world.monitor.look_now(P0, 0.01)
+        await asyncio.sleep(0.1)
+        assert world.probes_of(P0) == 2
+        for _ in range(100):
+            world.monitor.look_now(P0)
+        await asyncio.sleep(1.0)
+        assert world.probes_of(P0) == 3, "the one that had begun may have seen what was before"
+
+
+@timeless
+async def test_what_we_see_ourselves_is_told_once_until_it_is_ready_again() -> None:
+    async with watched() as world:
+        heard: list[tuple[EngineId, str, str]] = []
+        world.monitor.on_suspected = lambda *each: heard.append(each)
+        for _ in range(3):
+            world.monitor.leg_failed(broke())
+        assert heard == [(P0, "lost", "boot")]
+        await asyncio.sleep(0.1)
+        world.server.down()
+        await asyncio.sleep(5.0)
+        assert heard == [(P0, "lost", "boot"), (P0, "refused", "boot")]
+
+
+@timeless
+async def test_a_look_that_was_asked_for_ends_with_the_monitor() -> None:
+    async with watched("p0", "d0") as world:
+        world.server.takes_s = 10.0
+        world.monitor.look_now(P0, 5.0)
+        world.monitor.look_now(D0)
+        await asyncio.sleep(0.1)
+    assert not [name for name in running() if name.startswith("probe")]
 
 
 # ---- one look for all who ask ----------------------------------------------------------------------------------------

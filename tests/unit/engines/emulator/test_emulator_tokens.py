@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from engines.emulator.output import Finish, Output, StopRule
-from engines.emulator.tokens import WORDS, decode, encode, render_chat
+from engines.emulator.tokens import WORDS, chat_text, decode, encode, render_chat
 from engines.token_rule import EOS_TOKEN, FIRST_WORD_TOKEN, continue_greedily, pack, unpack
 
 
@@ -35,7 +37,25 @@ def test_the_recorded_chat_template() -> None:
     assert render_chat(messages) == (
         "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert render_chat(messages, tools=[{"a": 1}]).startswith('<|im_start|>system\n[{"a":1}]<|im_end|>\n')
+    shown = '[{"type":"function","function":{"name":"é","description":null,"parameters":null},"defer_loading":null}]'
+    tools = [{"function": {"name": "é", "more": 1}}]
+    assert render_chat(messages, tools).startswith(f"<|im_start|>system\n{shown}<|im_end|>\n")
+
+
+def test_a_chat_is_read_by_the_rules_of_sglang() -> None:
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    answer = "<|im_start|>assistant\n"
+    assert chat_text(asked) == f"<|im_start|>user\na<|im_end|>\n<|im_start|>user\nb<|im_end|>\n{answer}"
+    assert chat_text({**asked, "continue_final_message": True}) == f"<|im_start|>user\na<|im_end|>\n{answer}b"
+    tools = [{"function": {"name": name}} for name in ("one", "two")]
+    assert '"one"' in chat_text({**asked, "tools": tools})
+    assert chat_text({**asked, "tools": tools, "tool_choice": "none"}) == chat_text(asked)
+    chosen = chat_text({**asked, "tools": tools, "tool_choice": {"function": {"name": "two"}}})
+    assert '"two"' in chosen
+    assert '"one"' not in chosen
+    parts = [{"type": "text", "text": "x"}, {"type": "text", "text": "y"}]
+    assert "tool\nx y<" in chat_text({"messages": [{"role": "tool", "content": parts}]})
+    assert "user\nxy<" in chat_text({"messages": [{"role": "user", "content": parts}]})
 
 
 PROMPT = pack(range(3, 60))
