@@ -41,6 +41,13 @@ class RoomMaker:
         self._process = (rng.getrandbits(_PROCESS_BITS) if process_id is None else process_id) % (1 << _PROCESS_BITS)
         self._counter = rng.getrandbits(_COUNTER_BITS)
 
+    def take_process_id(self, process_id: int) -> None:
+        """Make rooms with a process id that was claimed for this process; rooms made before stay good.
+
+        The counter goes on, so none comes twice whichever ids are taken in turn.
+        """
+        self._process = process_id % (1 << _PROCESS_BITS)
+
     def next_room(self, dp_size: int = 1, rank: int | None = None) -> int:
         """A new room; `rank` asks for the prefill DP rank that SGLang derives as `room % dp_size`."""
         self._counter = self._counter % ((1 << _COUNTER_BITS) - 1) + 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
 from engines.types import EngineFacts, EngineId, EngineLoad, EngineSpec, EngineView, Health, Outcome
@@ -62,6 +62,12 @@ class Listener(Protocol):
 
 
 T = TypeVar("T")
+SuspicionHeard = Callable[[EngineId, str, str], None]
+"""Told of an engine that is suspected, why, and the fingerprint of the boot that is ("" when none is known)."""
+
+
+def _nobody(engine_id: EngineId, reason: str, fingerprint: str) -> None:
+    """Nobody else wants to know."""
 
 
 class Spawn(Protocol):
@@ -96,6 +102,11 @@ class Monitor:
         self._looks: dict[EngineId, asyncio.Task[bool]] = {}
         self._probed_s: dict[EngineId, float] = {}
         self._progress_s: dict[EngineId, float] = {}
+        self._asked: set[EngineId] = set()
+        """Engines that somebody wants looked at, and that are not looked at yet."""
+        self._answering: set[asyncio.Task[None]] = set()
+        self.on_suspected: SuspicionHeard = _nobody
+        """Called when this gateway itself has found a reason to send an engine no new rooms."""
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -104,11 +115,12 @@ class Monitor:
             self._tasks.append(self._spawn(self._keep_loading(view.spec), f"load {view.engine_id}"))
 
     async def stop(self) -> None:
-        tasks = [*self._tasks, *self._looks.values()]
+        tasks = [*self._tasks, *self._answering, *self._looks.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._tasks.clear()
+        self._asked.clear()
         self._looks.clear()
 
     def is_stale(self, engine_id: EngineId) -> bool:
@@ -129,6 +141,28 @@ class Monitor:
     def leak_found(self, engine_id: EngineId) -> None:
         """A server never let go of a request: it gets no new rooms until it restarts."""
         self._step(engine_id, HealthEvent.LEAK_FOUND, "it still counts a request that was aborted 60 s ago")
+
+    def suspect_elsewhere(self, engine_id: EngineId, reason: str, fingerprint: str, look_in_s: float = 0.0) -> None:
+        """Another gateway suspects this boot of an engine: no new rooms until a probe of ours succeeds, in `look_in_s`.
+
+        Of another boot than the one we know (we, or they, have not noticed a restart), it is only a reason to look.
+        Not told to `on_suspected`. An engine that is not ours is left alone.
+        """
+        view = self._known(engine_id)
+        if view is None:
+            return
+        if view.facts is not None and view.facts.boot_fingerprint == fingerprint:
+            self._step(engine_id, HealthEvent.SUSPECTED_ELSEWHERE, f"another gateway says: {reason}")
+        self.look_now(engine_id, look_in_s)
+
+    def look_now(self, engine_id: EngineId, in_s: float = 0.0) -> None:
+        """There is a reason to look at this engine, in `in_s`. Does not wait; who asks meanwhile shares the look."""
+        view = self._known(engine_id)
+        if view is not None and engine_id not in self._asked:
+            self._asked.add(engine_id)
+            task = self._spawn(self._look_in(view.spec, in_s), f"probe asked for {engine_id}")
+            self._answering.add(task)
+            task.add_done_callback(self._answering.discard)
 
     async def probe_now(self, engine_id: EngineId) -> bool:
         """A probe at once; whether the server is reachable and still the same process."""
@@ -167,7 +201,9 @@ class Monitor:
         while True:
             if self._registry.view(spec.engine_id).facts is not None:
                 load = await self._prober.load(spec, self._timeout_s)
+                before = self._registry.view(spec.engine_id).load
                 self._registry.set_load(spec.engine_id, load)
+                self._compare(spec.engine_id, before, load)
                 self._listener.fleet_changed(spec.engine_id)
             await asyncio.sleep(self._load_interval_s)
 
@@ -181,6 +217,12 @@ class Monitor:
             look = self._spawn(self._probe(spec), f"probe once {spec.engine_id}")
             self._looks[spec.engine_id] = look
         return await asyncio.shield(look)
+
+    async def _look_in(self, spec: EngineSpec, in_s: float) -> None:
+        await asyncio.sleep(in_s)
+        self._asked.discard(spec.engine_id)  # a reason that comes from now on is not answered by this look
+        self._wake[spec.engine_id].set()  # a look that has begun already is followed by another
+        await self._look(spec)
 
     async def _probe(self, spec: EngineSpec) -> bool:
         try:
@@ -206,6 +248,17 @@ class Monitor:
         elif self._progress_s.get(engine_id, 0.0) <= asyncio.get_running_loop().time() - self._timeout_s:
             self._step(engine_id, HealthEvent.PROBE_TIMED_OUT, seen.reason)
 
+    def _compare(self, engine_id: EngineId, before: EngineLoad | None, load: EngineLoad | None) -> None:
+        """A counter that fell is the first sign of a restart too quick to be seen as an outage: suspect, and look."""
+        if before is None or load is None:
+            return
+        if fell := machine.fallen_counter(before, load):
+            self._step(engine_id, HealthEvent.COUNTER_FELL, f"it may have restarted: {fell}")
+            self._wake[engine_id].set()
+
+    def _known(self, engine_id: EngineId) -> EngineView | None:
+        return next((view for view in self._registry.views() if view.engine_id == engine_id), None)
+
     def _step(self, engine_id: EngineId, event: HealthEvent, reason: str) -> None:
         view = self._registry.view(engine_id)
         health = machine.step(view.health, event)
@@ -216,3 +269,6 @@ class Monitor:
             level = logging.INFO if health is Health.READY else logging.WARNING
             _log.log(level, "%s %s is %s%s", view.spec.role, engine_id, health, f": {reason}" if reason else "")
             self._listener.fleet_changed(engine_id)
+            if machine.is_news(view.health, event, health):
+                fingerprint = view.facts.boot_fingerprint if view.facts is not None else ""
+                self.on_suspected(engine_id, reason, fingerprint)

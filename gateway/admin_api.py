@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import orjson
 from aiohttp import web
 
 from engines.types import Health, Role
 from gateway.context import Gateway
 from gateway.errors import GatewayError
+from gateway.join_probe import Join
 from gateway.openai_api import openai_models, served
 from gateway.owners_api import owners_json, status_json
 from routing.filters import difference
-from routing.ownership import StoreState, StoreStatus
 
 
 def add_routes(app: web.Application, gw: Gateway) -> None:
@@ -34,6 +32,7 @@ def add_routes(app: web.Application, gw: Gateway) -> None:
             "models": gw.fleet.models(),
             "engines": engines,
             "ownership": status_json(gw.shared.store.status()),
+            "index": {model: _join_json(join) for model, join in gw.joins.models().items()},
         }
         return _json(body, 200 if pairs else 503)
 
@@ -101,48 +100,15 @@ def ready_pairs(gw: Gateway) -> int:
     )
 
 
-def fleet_gauges(gw: Gateway) -> Iterator[tuple[str, str, dict[str, str], float]]:
-    """The gauges over the fleet, as they are now."""
-    bookings, decider = gw.decider.bookings, gw.decider
-    for view in gw.fleet.views():
-        labels = {"engine": str(view.engine_id), "role": str(view.spec.role)}
-        yield "pdgate_engine_ready", "1 when new rooms may go to it", labels, float(view.health is Health.READY)
-        yield "pdgate_engine_epoch", "Grows with every noticed restart", labels, float(view.epoch)
-        unaccounted = decider.unaccounted_tokens(view)
-        yield (
-            "pdgate_kv_unaccounted_tokens",
-            "KV tokens in use that no live attempt explains; NaN when unknown",
-            labels,
-            float("nan") if unaccounted is None else float(unaccounted),
-        )
-        if view.spec.role is Role.PREFILL:
-            booked = bookings.uncached_tokens(view.engine_id)
-            yield "pdgate_booked_uncached_tokens", "Prompt tokens promised to a prefill", labels, float(booked)
-            held = decider.owners.index.held_blocks(view.engine_id)
-            yield "pdgate_owned_blocks", "Prefix blocks an instance is thought to hold", labels, float(held)
-        else:
-            booked = bookings.decode_kv_tokens(view.engine_id)
-            yield "pdgate_booked_kv_tokens", "KV tokens promised to a decode", labels, float(booked)
-    yield "pdgate_queue_requests", "Requests that wait for a pair", {}, float(len(decider.queue))
-    yield "pdgate_queue_bytes", "Bytes of bodies that wait", {}, float(decider.queue.body_bytes)
-    yield "pdgate_live_bookings", "Attempts whose bookings are not released", {}, float(bookings.live())
-    yield "pdgate_releases_pending", "Abandoned attempts not known to be free", {}, float(gw.releaser.pending)
-    yield "pdgate_index_bytes", "Memory of the prefix index", {}, float(decider.owners.index.memory_bytes())
-    yield from _ownership_gauges(gw.shared.store.status())
-    for (side, engine_id), error in decider.learned.errors().items():
-        labels = {"engine": str(engine_id), "side": side}
-        yield "pdgate_prediction_error_ratio", "Mean relative error of predicted times", labels, error
-
-
-def _ownership_gauges(status: StoreStatus) -> Iterator[tuple[str, str, dict[str, str], float]]:
-    for state in StoreState:
-        labels = {"store": status.kind, "state": str(state)}
-        yield "pdgate_ownership_state", "1 for the state that it is in", labels, float(state is status.state)
-    yield "pdgate_ownership_blocks", "Prefix blocks in the store, of all engines", {}, float(status.blocks)
-    yield "pdgate_ownership_queued_bytes", "Changes that wait to be written", {}, float(status.queued_bytes)
-    yield "pdgate_ownership_dropped", "Changes given up for want of room, since the start", {}, float(status.dropped)
-    yield "pdgate_ownership_refused", "Changes that named an old boot, since the start", {}, float(status.refused)
-    yield "pdgate_ownership_resyncs", "Shards that were read anew, since the start", {}, float(status.resyncs)
+def _join_json(join: Join) -> dict[str, object]:
+    """Whether a model's prompts are hashed as ids or as text, and why not as ids."""
+    return {
+        "kind": join.kind,
+        "reason": join.reason or None,
+        "engine": join.engine,
+        "probe": join.probe or None,
+        "text_fields": sorted(join.text_fields),
+    }
 
 
 def _json(value: object, status: int = 200) -> web.Response:

@@ -310,8 +310,9 @@ class Decider:
         self.pump()
 
     def _learn_prefill(self, decision: Decision, cached_tokens: int | None, took_s: float | None) -> None:
-        facts, work = decision.prefill.facts, decision.booking.work
-        if took_s is not None and facts is not None:
+        facts, work, engine_id = decision.prefill.facts, decision.booking.work, decision.prefill.engine_id
+        shared = self.bookings.prefill_requests(engine_id) > self.bookings.own(engine_id).prefill_requests
+        if took_s is not None and facts is not None and not shared:  # else it also did what others had sent
             cached = work.cached_tokens if cached_tokens is None else min(cached_tokens, work.prompt_tokens - 1)
             self.learned.saw_prefill(decision.prefill.engine_id, facts.chunk_tokens, work.prompt_tokens, cached, took_s)
 

@@ -1,4 +1,9 @@
-"""Whether the KV that servers report in use is explained by live attempts; what is not leaks, or is somebody else's."""
+"""Whether the KV that servers report in use is explained by live attempts; what is not leaks, or is somebody else's.
+
+Live attempts are those of all gateways that share the fleet. Those of the others are known a moment late
+(`routing/bookings_log.py`): what one has just sent may look unaccounted for that long, and what a gateway that died had
+sent does until its engines drop it.
+"""
 
 from __future__ import annotations
 

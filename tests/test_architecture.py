@@ -39,6 +39,7 @@ PURE_FILES = (
     "failover/retry.py",
     "failover/machine.py",
     "failover/poison.py",
+    "failover/journal.py",
     "gateway/chat_template.py",
     "gateway/openai_api.py",
     "gateway/merge.py",

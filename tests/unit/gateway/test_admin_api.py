@@ -11,10 +11,11 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 from engines.types import EngineId, EngineLoad, Health
-from gateway.admin_api import fleet_gauges, ready_pairs
+from gateway.admin_api import ready_pairs
 from gateway.config import ServerConfig
 from gateway.context import Gateway
 from gateway.explain import Record
+from gateway.gauges import gauges
 from gateway.http_server import make_app
 from tests.fakes import FACTS, FakeUpstream, gateway, probed
 
@@ -80,7 +81,7 @@ async def test_metrics_are_prometheus_text(gw: Gateway, client: Client) -> None:
 async def test_gauges_show_the_fleet_as_it_is(gw: Gateway) -> None:
     gw.fleet.set_health(D0, Health.LEAKING, "x")
     gw.fleet.set_load(P0, EngineLoad(1.0, 1, 0, 0, 70, 70, 100))
-    found = {(name, labels.get("engine", "")): value for name, _, labels, value in fleet_gauges(gw)}
+    found = {(name, labels.get("engine", "")): value for name, _, labels, value in gauges(gw)}
     assert found["pdgate_engine_ready", D0] == 0.0
     assert found["pdgate_engine_ready", D1] == 1.0
     assert found["pdgate_kv_unaccounted_tokens", P0] == 70.0

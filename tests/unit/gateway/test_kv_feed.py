@@ -193,6 +193,8 @@ async def test_holes_make_it_approximate_until_the_cache_is_cleared(
         await at.now.say(ConditionKind.MALFORMED, 9, 9, "bad bytes")
         assert at.told.take() == [("live", False)]
         assert (at.feed.stats()[P].malformed, at.feed.stats()[P].trouble) == (1, "bad bytes")
+        await at.now.batch(stored(0, 4))
+        assert at.told.take() == [("held", 1, CHAIN[:1], Tier.DEVICE)]
         await at.now.say(ConditionKind.RESTARTED)
         await at.now.say(ConditionKind.WHOLE)
         assert at.told.take() == [("cleared", 1), ("live", True)]

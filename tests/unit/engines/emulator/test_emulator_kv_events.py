@@ -57,6 +57,10 @@ def test_eviction_names_the_pages_that_went_and_a_flush_names_none() -> None:
     assert pool.reserve(2, "room", 1)
     assert taken(log) == (PagesRemoved(stored[3:]),)
     pool.release(2)
+    assert pool.reserve(3, "room", 1)
+    pool.release_into_cache(3, pack([*range(6), 8, 9]), SALTED)
+    other = hashes([*range(6), 8, 9], "salt")
+    assert taken(log) == (PagesStored(other[3:], stored[2], [8, 9], 2, cache_salt="salt"),)
     pool.flush_cache()
     assert taken(log) == (PagesCleared(),)
     assert pool.available_tokens == pool.ledger().free_tokens == 8
