@@ -24,22 +24,27 @@ from engines.types import EngineId
 from engines.upstream import Upstream
 from failover.monitor import Monitor
 from failover.poison import PoisonGuard
-from gateway import admin_api, logs, process
-from gateway.candidates import BLOCK_BYTES
-from gateway.config import Config
+from gateway import logs, process, tokenizer
+from gateway.config import Config, ConfigError
 from gateway.context import Gateway
 from gateway.decider import Decider
 from gateway.explain import ExplainRing
+from gateway.gauges import gauges
 from gateway.http_server import listen, make_runner
+from gateway.join_probe import JoinProbe
+from gateway.kv_feed import Hashing, KvFeed
 from gateway.learned import Learned
 from gateway.live import LiveRequests
 from gateway.observability import Metrics
 from gateway.owners import Owners
+from gateway.prompt import block_tokens, chain_root, id_block_tokens
 from gateway.releaser import Releaser
-from gateway.shared_state import SharedState
+from gateway.replicas import Replicas
+from gateway.shared_state import KEY_PREFIX, Place, SharedState, opened
 from gateway.tracing import Tracing
 from routing.index import PrefixIndex
 from routing.policies import make_policy
+from routing.prefix import BlockKind
 from routing.queueing import QueueLimits, WaitingQueue
 
 _log = logging.getLogger("pdgate")
@@ -70,13 +75,18 @@ class _ToDecider:
             self.decider.restarted(engine_id)
 
 
-def build(config: Config) -> Gateway:
-    """All parts of a gateway, none of them started. Must run on the event loop."""
+def build(config: Config, place: Place | None = None) -> Gateway:
+    """All parts of a gateway, none of them started. Must run on the event loop.
+
+    `place`: where ownership is kept; in this process, if none is given.
+    """
     rng = Random(config.routing.seed)
     ids = SystemRandom()  # rids and rooms must differ between processes that share a seed
     fleet = Fleet((*config.fleet.prefills, *config.fleet.decodes))
     upstream = Upstream()
     engine = SglangEngine(upstream, config.server.api_key)
+    model_tokenizer = tokenizer.load(config.tokenizer)
+    joins = JoinProbe(fleet, engine, model_tokenizer)
     to_decider = _ToDecider()
     probe_s = config.fleet.probe_interval_s
     monitor = Monitor(
@@ -84,8 +94,9 @@ def build(config: Config) -> Gateway:
     )
     metrics = Metrics()
     learned = Learned(config.routing.profile)
-    shared = SharedState(config.ownership, ids, asyncio.get_running_loop().time, fleet.has)
-    owners = Owners(PrefixIndex(), shared.store, lambda model: BLOCK_BYTES / learned.bytes_per_token(model))
+    clock = asyncio.get_running_loop().time
+    shared = SharedState(place or Place(), config.ownership.namespace, ids, clock, fleet.has)
+    owners = Owners(PrefixIndex(), shared.store, lambda model: block_tokens(model, joins, learned), clock)
     owners.on_restart_seen = _looker(monitor, fleet, owners)
     decider = Decider(
         fleet,
@@ -98,18 +109,35 @@ def build(config: Config) -> Gateway:
         is_stale=monitor.is_stale,
     )
     to_decider.decider = decider
+    poison, rooms = PoisonGuard(), RoomMaker(Random(ids.getrandbits(64)))
+    replicas = _replicas(shared, ids, decider, fleet, monitor, poison, rooms)
+    feed = KvFeed(
+        fleet,
+        owners,
+        Hashing(
+            is_ids=lambda model: joins.of(model).kind is BlockKind.IDS,
+            chain_root=lambda model, salt, lora: chain_root(gw, model, salt, lora),
+            block_tokens=lambda model: id_block_tokens(joins.of(model).page_tokens),
+        ),
+        replicas.leases if replicas is not None else None,
+        restart_seen=monitor.look_now,
+    )
     gw = Gateway(
         config=config,
         fleet=fleet,
         upstream=upstream,
         engine=engine,
         strategy=SglangStrategy(config.server.api_key),
+        tokenizer=model_tokenizer,
+        joins=joins,
         monitor=monitor,
         decider=decider,
         shared=shared,
+        replicas=replicas,
+        feed=feed,
         releaser=Releaser(fleet, decider.bookings, monitor, metrics),
-        poison=PoisonGuard(),
-        rooms=RoomMaker(Random(ids.getrandbits(64))),
+        poison=poison,
+        rooms=rooms,
         rng=Random(ids.getrandbits(64)),
         live=LiveRequests(),
         explain=ExplainRing(config.explain.ring),
@@ -118,8 +146,35 @@ def build(config: Config) -> Gateway:
         wall_clock_s=wall_clock_s,
         started_s=int(wall_clock_s()),
     )
-    metrics.add_fleet(lambda: admin_api.fleet_gauges(gw))
+    metrics.add_fleet(lambda: gauges(gw))
     return gw
+
+
+def _replicas(
+    shared: SharedState,
+    ids: Random,
+    decider: Decider,
+    fleet: Fleet,
+    monitor: Monitor,
+    poison: PoisonGuard,
+    rooms: RoomMaker,
+) -> Replicas | None:
+    """What is shared besides ownership; None where nothing is."""
+    if shared.link is None:
+        return None
+    return Replicas(
+        shared.link,
+        KEY_PREFIX,
+        shared.fleet,
+        shared.replica,
+        spawn,
+        Random(ids.getrandbits(64)),
+        decider=decider,
+        fleet=fleet,
+        monitor=monitor,
+        poison=poison,
+        rooms=rooms,
+    )
 
 
 def _looker(monitor: Monitor, fleet: Fleet, owners: Owners) -> Callable[[EngineId], None]:
@@ -146,12 +201,22 @@ async def started(gw: Gateway) -> AsyncIterator[Gateway]:
     """The parts at work; on leaving, abandoned attempts are released and every task has ended."""
     await gw.upstream.start()
     await gw.shared.start()
+    if gw.replicas is not None:
+        await gw.replicas.start()
     gw.monitor.start()
+    gw.joins.start()
+    gw.feed.start()
     try:
         yield gw
     finally:
         await gw.releaser.drained(_LAST_RELEASES_S)
+        await gw.feed.stop()
+        await gw.joins.stop()
+        if gw.replicas is not None:
+            await gw.replicas.stop()
         await gw.monitor.stop()
+        if gw.tokenizer is not None:
+            gw.tokenizer.close()
         await gw.shared.stop()
         await gw.upstream.close()
 
@@ -162,8 +227,7 @@ async def serve(config: Config, *, announce: bool = True) -> int:
     loop = asyncio.get_running_loop()
     for number in process.stop_signals():
         loop.add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
-    gw = build(config)
-    async with started(gw):
+    async with opened(config.ownership) as place, started(build(config, place)) as gw:
         runner = make_runner(gw, _LAST_WORDS_S)
         await runner.setup()
         try:
@@ -175,7 +239,7 @@ async def serve(config: Config, *, announce: bool = True) -> int:
             await runner.cleanup()
             return 1
         if announce:
-            _announce(config, port, gw.shared.line)
+            _announce(config, port, gw.shared.place.line)
         await stop.wait()
         await _drain(gw, runner, hurry, config.deadlines.shutdown_grace_s)
         await runner.cleanup()
@@ -219,4 +283,8 @@ def run(config: Config) -> int:
     level = {"warn": "WARNING"}.get(config.server.log_level, config.server.log_level.upper())
     process.prepare()
     with logs.to_stderr(level):
-        return uvloop.run(serve(config))
+        try:
+            return uvloop.run(serve(config))
+        except ConfigError as error:
+            print(f"pdgate serve: error: {error}", file=sys.stderr)
+            return 2

@@ -15,6 +15,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from engines.types import H100_70B, PROFILES, EngineId, EngineProfile, EngineSpec, Role
 from gateway.refused_flags import REFUSED_FLAGS, Refuse
+from routing import redis_url
 
 MAX_PROBE_INTERVAL_S = 4.0
 """A prefill whose bootstrap server was not seen for 5 s gets no new rooms."""
@@ -361,13 +362,12 @@ def _seconds_or_0(text: str) -> float:
     return value
 
 
-REDIS_SCHEMES = ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel")
-
-
 def _redis_url(text: str) -> str:
-    scheme = text.partition("://")[0]
-    if text != "memory" and (scheme not in REDIS_SCHEMES or "://" not in text):
-        raise argparse.ArgumentTypeError(f"must begin with one of {', '.join(f'{each}://' for each in REDIS_SCHEMES)}")
+    try:
+        if text != "memory":
+            redis_url.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
     return text
 
 

@@ -15,10 +15,14 @@ from failover.poison import PoisonGuard
 from gateway.config import Config
 from gateway.decider import Decider
 from gateway.explain import ExplainRing
+from gateway.join_probe import JoinProbe
+from gateway.kv_feed import KvFeed
 from gateway.live import LiveRequests
 from gateway.observability import Metrics
 from gateway.releaser import Releaser
+from gateway.replicas import Replicas
 from gateway.shared_state import SharedState
+from gateway.tokenizer import Tokenizer
 from gateway.tracing import Tracing
 
 
@@ -34,9 +38,13 @@ class Gateway:
     upstream: Upstream
     engine: Engine
     strategy: PairStrategy
+    tokenizer: Tokenizer | None
+    joins: JoinProbe
     monitor: Monitor
     decider: Decider
     shared: SharedState
+    replicas: Replicas | None
+    feed: KvFeed
     releaser: Releaser
     poison: PoisonGuard
     rooms: RoomMaker

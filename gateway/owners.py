@@ -24,12 +24,15 @@ BlockTokens = Callable[[str], float]
 class Owners:
     """The ownership of one gateway. Synchronous; used from the event loop only. Is the store's listener."""
 
-    def __init__(self, index: PrefixIndex, store: OwnershipStore, block_tokens: BlockTokens) -> None:
+    def __init__(
+        self, index: PrefixIndex, store: OwnershipStore, block_tokens: BlockTokens, clock: Callable[[], float]
+    ) -> None:
         self.index = index
         self.store = store
         self.on_restart_seen: Callable[[EngineId], None] = lambda _: None
         """Called when another gateway has seen a newer boot of an engine than we have."""
         self._block_tokens = block_tokens
+        self._clock = clock
         self._boots: dict[EngineId, tuple[int, str]] = {}
         self._capacity: dict[EngineId, int | None] = {}
         self._exact: set[EngineId] = set()
@@ -134,11 +137,11 @@ class Owners:
         """Whether the engine's own events say what it holds; else its size and what it reports as cached do."""
         (self._exact.add if live else self._exact.discard)(engine_id)
 
-    def engine_held(self, engine_id: EngineId, epoch: int, blocks: Sequence[bytes], tier: Tier, now_s: float) -> None:
+    def engine_held(self, engine_id: EngineId, epoch: int, blocks: Sequence[bytes], tier: Tier) -> None:
         """The engine holds this chain, from the root on."""
         if self._is_current(engine_id, epoch):
             self.index.add_held(engine_id, blocks, tier)
-            self.store.hold(engine_id, epoch, blocks, now_s, tier)
+            self.store.hold(engine_id, epoch, blocks, self._clock(), tier)
 
     def engine_lost(self, engine_id: EngineId, epoch: int, blocks: Sequence[bytes], tier: Tier) -> None:
         """The engine has evicted these blocks."""

