@@ -8,7 +8,8 @@ from typing import Any
 
 import orjson
 
-from engines.types import CacheFormat, EngineFacts, EngineLoad
+from engines.kv_event_source import kv_event_source
+from engines.types import CacheFormat, EngineFacts, EngineLoad, KvEventSource
 
 ROUTE_PROBE = "/route?prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
 """Answers a prefill's topology once all of its ranks have registered, and 503 before."""
@@ -50,6 +51,7 @@ def facts_of(server_info: Mapping[str, Any], model_info: Mapping[str, Any], rank
         version=str(server_info.get("version") or ""),
         max_running_requests=_int(server_info, "max_running_requests", 256),
         radix_cache=_radix_cache(server_info),
+        kv_events=_kv_events(server_info),
     )
 
 
@@ -58,6 +60,14 @@ def _radix_cache(server_info: Mapping[str, Any]) -> bool:
     if server_info.get("disaggregation_mode") == "decode":
         return bool(server_info.get("disaggregation_decode_enable_radix_cache"))
     return not server_info.get("disable_radix_cache")
+
+
+def _kv_events(server_info: Mapping[str, Any]) -> KvEventSource | None:
+    """A server whose events cannot be read is served without them."""
+    try:
+        return kv_event_source(server_info)
+    except ValueError:
+        return None
 
 
 def _int(source: Mapping[str, Any], name: str, default: int | None = None) -> int:

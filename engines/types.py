@@ -5,7 +5,7 @@ A leaf: standard library only, no I/O, no clock. Everything here is frozen data,
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NewType
@@ -114,6 +114,22 @@ class EngineSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class KvEventSource:
+    """Where a server publishes what its prefix cache stores and evicts: addresses of DP rank 0, as it was told them.
+
+    Each further rank adds its number to the ports. The server binds wildcard addresses and connects to concrete ones,
+    unless `bind` says otherwise; it always binds `replay_endpoint` ("" when it replays nothing).
+    """
+
+    endpoint: str
+    block_tokens: int
+    topic: str = ""
+    bind: bool | None = None
+    replay_endpoint: str = ""
+    dp_size: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class EngineFacts:
     """What a probe read from a server; it changes only when the server restarts."""
 
@@ -128,6 +144,50 @@ class EngineFacts:
     version: str = ""
     max_running_requests: int = 256
     radix_cache: bool = True
+    kv_events: KvEventSource | None = None
+    """Where its KV events come from; None when it publishes none."""
+
+
+class Medium(StrEnum):
+    """Where a server keeps a page of KV, in the words of its events."""
+
+    GPU = "GPU"
+    CPU_PINNED = "CPU_PINNED"
+    DISK = "DISK"
+    EXTERNAL = "EXTERNAL"
+
+
+@dataclass(frozen=True, slots=True)
+class PagesStored:
+    """Consecutive pages are on `medium` now. Hashes are the server's own, signed 64-bit.
+
+    `parent` is the page before them, None at the start of a prompt, where `cache_salt` and `lora` name what it belongs
+    to. `token_ids` are those of all pages, `page_tokens` for each.
+    """
+
+    hashes: Sequence[int]
+    parent: int | None
+    token_ids: Sequence[int]
+    page_tokens: int
+    medium: Medium = Medium.GPU
+    cache_salt: str | None = None
+    lora: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PagesRemoved:
+    """These pages are no longer on `medium`."""
+
+    hashes: Sequence[int]
+    medium: Medium = Medium.GPU
+
+
+@dataclass(frozen=True, slots=True)
+class PagesCleared:
+    """The server has forgotten all pages, on every medium."""
+
+
+KvEvent = PagesStored | PagesRemoved | PagesCleared
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,8 @@ class EmulatedApp:
         loop = asyncio.get_running_loop()
         engine = Engine(self._options)
         built_s = loop.time()
+        if engine.kv_publisher is not None:
+            engine.kv_publisher.start()
         prefill, decode = await self._connect_peers(engine)
         app = web.Application(client_max_size=_MAX_BODY_BYTES)
         add = self._adder(app)
@@ -67,6 +69,8 @@ class EmulatedApp:
         for links in (prefill, decode):
             if links is not None:
                 await links.close()
+        if engine.kv_publisher is not None:
+            await engine.kv_publisher.close()
 
     async def _connect_peers(self, engine: Engine) -> tuple[PrefillLinks | None, DecodeLinks | None]:
         node = engine.node

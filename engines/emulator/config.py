@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
+from engines.emulator.kv_publisher import parse_config
 from engines.types import PROFILES, EngineProfile, Role
 
 
@@ -29,6 +30,7 @@ class Options:
     kv_bytes_per_token: int = 16
     api_key: str = ""
     transfer_backend: str = "mooncake_tcp"
+    kv_events_config: str = ""
     launch_command: str = ""
 
     @property
@@ -60,6 +62,13 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add("--kv-bytes-per-token", type=int, default=16, help="bytes really sent per token of KV, at least 4")
     add("--api-key", default="")
     add("--transfer-backend", default="mooncake_tcp", choices=["mooncake_tcp", "mooncake", "nixl"])
+    add(
+        "--kv-events-config",
+        default="",
+        metavar="JSON",
+        help="publish KV events, SGLang's argument (publisher, endpoint, replay_endpoint, ...); in a fleet, the ports"
+        " of server number i are i higher (counted from 0 over prefills and plain servers; decodes publish nothing)",
+    )
 
 
 def options_from(args: argparse.Namespace, role: Role, port: int, random_seed: int, command: str) -> Options:
@@ -83,8 +92,10 @@ def options_from(args: argparse.Namespace, role: Role, port: int, random_seed: i
         kv_bytes_per_token=args.kv_bytes_per_token,
         api_key=args.api_key,
         transfer_backend=args.transfer_backend,
+        kv_events_config=args.kv_events_config,
         launch_command=command,
     )
+    parse_config(options.kv_events_config)
     if options.speed <= 0:
         raise ValueError("--speed must be positive")
     if options.kv_bytes_per_token < 4:

@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from engines.emulator.kv_pool import KvPool
-from engines.emulator.radix import RadixNode
+from engines.emulator.radix import SHARED, CacheNamespace, RadixNode
 from engines.types import EngineProfile
 
 ABORTED = "Aborted"
@@ -53,6 +53,7 @@ class Job:
     max_new_tokens: int
     source: TokenSource
     peer: str = ""
+    namespace: CacheNamespace = SHARED
     serial: int = 0
     stage: JobStage = JobStage.WAITING
     arrived_s: float = 0.0

@@ -17,7 +17,9 @@ from engines.emulator.config import Options
 from engines.emulator.core import ABORTED, End, Ended, EndKind, Event, Job, Stepped, Timeouts, faster_profile
 from engines.emulator.decode_node import DecodeNode
 from engines.emulator.faults import Faults, Hold, Holds
+from engines.emulator.kv_event_log import KvEventLog
 from engines.emulator.kv_pool import KvPool
+from engines.emulator.kv_publisher import KvPublisher, parse_config
 from engines.emulator.live import Finished, Live, finished
 from engines.emulator.plain_node import PlainNode
 from engines.emulator.prefill_node import PrefillNode
@@ -46,6 +48,9 @@ class Engine:
         self.requests_total = 0
         self.aborted_total = 0
         self.on_event: Callable[[Event], None] | None = None
+        self.kv_publisher: KvPublisher | None = None
+        """Set while KV events are published; batches go out after each step of the scheduler."""
+        self._kv_log: KvEventLog | None = None
         self.node = self._build_node()
         self._by_job: dict[int, Live] = {}
         self._secret = secrets.token_bytes(32)
@@ -58,7 +63,10 @@ class Engine:
         options = self.options
         profile = faster_profile(options.profile, options.speed)
         profile = _resized(profile, options)
-        cache = None if options.disable_radix_cache else RadixCache(options.page_size)
+        config = parse_config(options.kv_events_config)
+        if config.on and not options.disable_radix_cache:
+            self._kv_log, self.kv_publisher = KvEventLog(options.page_size), KvPublisher(config)
+        cache = None if options.disable_radix_cache else RadixCache(options.page_size, self._kv_log)
         pool = KvPool(options.max_total_tokens, options.page_size, cache)
         if options.role is Role.PREFILL:
             return PrefillNode(profile, pool, self.timeouts, self.holds.check)
@@ -136,10 +144,17 @@ class Engine:
         self.node.advance(self.now_s)
         for event in self.node.take_events():
             self._dispatch(event)
+        self._publish_kv_events()
         due_s = self.node.next_s()
         if due_s is not None and not self._poked:
             now_s = self.now_s
             self._timer = self.loop.call_at(due_s if due_s <= now_s else max(due_s, now_s + _TICK_S), self._pump)
+
+    def _publish_kv_events(self) -> None:
+        if self._kv_log is not None and self.kv_publisher is not None:
+            payload = self._kv_log.take(self.wall_s(self.now_s))
+            if payload is not None:
+                self.kv_publisher.publish(payload)
 
     def _dispatch(self, event: Event) -> None:
         if isinstance(event, Stepped):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import signal
 import sys
+from collections.abc import Iterator
 
 import orjson
 
 from engines.emulator.config import add_model_arguments
+from engines.emulator.kv_publisher import with_port_offset
 from engines.emulator.process import EmulatedServer, ServerFailed
 from engines.types import Role
 
@@ -45,12 +48,20 @@ def servers(args: argparse.Namespace) -> list[EmulatedServer]:
         value = getattr(args, name)
         if value not in (None, ""):
             flags += [f"--{name.replace('_', '-')}", str(value)]
+    publishers = itertools.count()
     counts = ((Role.PREFILL, args.prefill), (Role.DECODE, args.decode), (Role.PLAIN, args.plain))
     return [
-        EmulatedServer(role, speed=args.speed, arguments=flags, host=args.host)
+        EmulatedServer(role, speed=args.speed, arguments=[*flags, *_kv_events(args, role, publishers)], host=args.host)
         for role, count in counts
         for _ in range(count)
     ]
+
+
+def _kv_events(args: argparse.Namespace, role: Role, publishers: Iterator[int]) -> list[str]:
+    """A decode has no radix cache, hence no events; each of the others needs ports of its own."""
+    if not args.kv_events_config or role is Role.DECODE:
+        return []
+    return ["--kv-events-config", with_port_offset(args.kv_events_config, next(publishers))]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -61,21 +72,25 @@ def run(args: argparse.Namespace) -> int:
             "emulate fleet: --prefill, --decode and --plain are counts, at least one of them above 0", file=sys.stderr
         )
         return 2
-    return asyncio.run(_run(args))
+    try:
+        fleet = servers(args)
+    except ValueError as error:
+        print(f"emulate fleet: {error}", file=sys.stderr)
+        return 2
+    return asyncio.run(_run(fleet, args.json))
 
 
-async def _run(args: argparse.Namespace) -> int:
+async def _run(fleet: list[EmulatedServer], as_json: bool) -> int:
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
-    fleet = servers(args)
     try:
         for server in fleet:
             await server.launch()
         for server in fleet:
             await server.wait_ready()
-            print(describe(server, args.json), flush=True)
+            print(describe(server, as_json), flush=True)
         await stopped.wait()
     except ServerFailed as error:
         print(f"emulate fleet: {error}", flush=True)

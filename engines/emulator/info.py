@@ -18,7 +18,7 @@ from engines.emulator import wire
 from engines.emulator.engine import Engine
 from engines.emulator.parse import BadRequest
 from engines.emulator.server import Handler, json_response, read_json
-from engines.emulator.tokens import decode, encode, render_chat
+from engines.emulator.tokens import chat_text, decode, encode, render_chat
 from engines.token_rule import unpack
 from engines.types import Role
 
@@ -161,6 +161,7 @@ class InfoServer:
             "port": options.port,
             "api_key": options.api_key or None,
             "load_balance_method": "follow_bootstrap_room" if options.role is Role.PREFILL else "round_robin",
+            "kv_events_config": options.kv_events_config or None,
             "disaggregation_mode": options.disaggregation_mode,
             "disaggregation_bootstrap_port": options.bootstrap_port,
             "disaggregation_transfer_backend": options.transfer_backend,
@@ -170,6 +171,7 @@ class InfoServer:
     async def _server_info(self, request: web.Request) -> web.Response:
         engine = self._engine
         arguments, total = self._arguments(), engine.node.pool.total_tokens
+        publisher = engine.kv_publisher
         scheduler_times = {name: value for name, value in self._startup_time.items() if name != "tokenizer_e2e"}
         state = {
             **{name: value for name, value in arguments.items() if name != "custom_sigquit_handler"},
@@ -196,7 +198,7 @@ class InfoServer:
                     "hicache_object_layout": {"pools": []},
                     "reason": "Hierarchical cache is disabled",
                 },
-                "kv_events": None,
+                "kv_events": None if publisher is None else publisher.about(engine.options.page_size),
                 "internal_states": [state],
                 "version": VERSION,
                 "frontend": "python",
@@ -222,6 +224,7 @@ class InfoServer:
         idle = not self._engine.live
         if idle:
             self._engine.node.pool.flush_cache()
+            self._engine.poke()
         text = (
             ("Cache flushed." if idle else "Failed to flush cache.")
             + "\nPlease check backend logs for more details. (When there are running or waiting requests, "
@@ -235,7 +238,8 @@ class InfoServer:
         if (prompt is None) == (messages is None):
             raise BadRequest(wire.value_error(request.path, "Exactly one of prompt or messages must be given."))
         if messages is not None:
-            prompt = render_chat(messages, body.get("tools"), body.get("add_generation_prompt") is not False)
+            asked = body.get("add_generation_prompt")
+            prompt = chat_text(body) if asked is None else render_chat(messages, body.get("tools"), bool(asked))
         many = isinstance(prompt, list)
         texts = prompt if isinstance(prompt, list) else [prompt]
         tokens = [unpack(encode(str(text))) for text in texts]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engines.emulator.radix import RadixCache
+from engines.emulator.radix import SHARED, CacheNamespace, RadixCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class KvPool:
         self._free_pages += self._pages.pop(owner, 0)
         self._rooms.pop(owner, None)
 
-    def release_into_cache(self, owner: int, packed: bytes) -> None:
+    def release_into_cache(self, owner: int, packed: bytes, namespace: CacheNamespace = SHARED) -> None:
         """End `owner`: its whole pages of the context `packed` go to the cache where it lacks them, the rest is freed.
 
         The owner must still hold its lock on the cached prefix it started from.
@@ -89,14 +89,14 @@ class KvPool:
         if self.cache is None or owner not in self._pages:
             self.release(owner)
             return
-        taken = self.cache.insert(packed)
+        taken = self.cache.insert(packed, namespace)
         self._free_pages -= taken
         self.release(owner)
 
     def flush_cache(self) -> None:
         """Forget all unlocked cached prefixes."""
         if self.cache is not None:
-            self._free_pages += self.cache.evict(self.cache.evictable_pages)
+            self._free_pages += self.cache.flush()
 
     def ledger(self) -> Ledger:
         """The pool's owners at this moment."""

@@ -12,7 +12,8 @@ from typing import Any
 
 from engines.emulator import wire
 from engines.emulator.output import StopRule
-from engines.emulator.tokens import encode, render_chat
+from engines.emulator.radix import SHARED, CacheNamespace
+from engines.emulator.tokens import chat_text, encode
 from engines.token_rule import TOKEN_BYTES, pack
 
 MAX_ROOM = 2**63 - 1
@@ -76,6 +77,7 @@ class Item:
     room: int | None = None
     bootstrap_host: str | None = None
     bootstrap_port: int | None = None
+    namespace: CacheNamespace = SHARED
 
     @property
     def prompt_tokens(self) -> int:
@@ -107,7 +109,8 @@ def parse_request(api: Api, body: Mapping[str, Any], limits: Limits) -> Request:
     for index, (packed, text) in enumerate(prompts):
         sampling = sampling_of(api, body, index, len(packed) // TOKEN_BYTES, limits)
         rooms = {name: _nth(api, body, name, index, kind) for name, kind in _ROOM_FIELDS}
-        item = Item(packed, text, sampling, rooms["bootstrap_room"], rooms["bootstrap_host"], rooms["bootstrap_port"])
+        room, host, port = (rooms[name] for name in ("bootstrap_room", "bootstrap_host", "bootstrap_port"))
+        item = Item(packed, text, sampling, room, host, port, _namespace(api, body, index))
         items.extend([item] * sampling.samples)
     options = body.get("stream_options") or {}
     return Request(
@@ -141,6 +144,12 @@ def _nth(api: Api, body: Mapping[str, Any], name: str, index: int, kind: type[An
     if isinstance(scalar, bool) or not isinstance(scalar, kind):
         raise BadRequest(wire.union_type_error(api.value, name, kind.__name__, value))
     return scalar if name != "bootstrap_room" else _room(api, scalar if isinstance(value, list) else scalar + index)
+
+
+def _namespace(api: Api, body: Mapping[str, Any], index: int) -> CacheNamespace:
+    """What keeps the KV of prompt `index` apart; an empty string is the same as none."""
+    salt, extra = (_nth(api, body, name, index, str) or "" for name in ("cache_salt", "extra_key"))
+    return CacheNamespace(salt, extra) if salt or extra else SHARED
 
 
 def _room(api: Api, room: int) -> int:
@@ -203,7 +212,7 @@ def _chat_prompt(body: Mapping[str, Any]) -> tuple[bytes, str]:
         raise BadRequest(wire.union_type_error(Api.CHAT.value, "messages", "list", messages))
     if body.get("input_ids") is not None:
         return _pack(Api.CHAT, body["input_ids"]), ""
-    text = render_chat(messages, body.get("tools"))
+    text = chat_text(body)
     return encode(text), text
 
 

@@ -112,7 +112,7 @@ class PlainNode(Node):
         if job in self._batch.retracted:
             self._batch.retracted.remove(job)
         if end is FINISHED and job.admitted:
-            self.pool.release_into_cache(job.serial, self._context(job))
+            self.pool.release_into_cache(job.serial, self._context(job), job.namespace)
         self.pool.release(job.serial)
         self._unlock(job)
         self._end(job, end)

@@ -213,7 +213,7 @@ class PrefillNode(Node):
         self._leave(job, End(EndKind.FAILED, failure_text(what, "req", job, reason), 500))
 
     def _cache(self, job: Job) -> None:
-        self.pool.release_into_cache(job.serial, job.prompt)
+        self.pool.release_into_cache(job.serial, job.prompt, job.namespace)
 
     def _leave(self, job: Job, end: End) -> None:
         self._bootstrap.pop(job.serial, None)

@@ -159,7 +159,7 @@ class GenerationServer:
         options = self._engine.options
         port = item.bootstrap_port if item.bootstrap_port is not None else options.bootstrap_port
         peer = f"{item.bootstrap_host}:{port}" if item.bootstrap_host is not None else ""
-        job = Job(rid, item.room, item.prompt, item.prompt_tokens, rule.max_new_tokens, output, peer)
+        job = Job(rid, item.room, item.prompt, item.prompt_tokens, rule.max_new_tokens, output, peer, item.namespace)
         return Live(rid, item, index, job, output, reply, received_s)
 
     def _submit(self, request: Request, lives: list[Live]) -> None:

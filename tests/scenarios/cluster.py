@@ -296,8 +296,8 @@ class Cluster:
         assert len(found) == 1, f"{len(found)} samples of {name}{labels}"
         return found[0]
 
-    async def metrics(self) -> list[tuple[Any, float]]:
-        async with self.http.get(self.url + "/metrics") as reply:
+    async def metrics(self, gateway: GatewayProcess | None = None) -> list[tuple[Any, float]]:
+        async with self.http.get((gateway or self.gateway).url + "/metrics") as reply:
             text = await reply.text()
         return [(sample, sample.value) for family in text_string_to_metric_families(text) for sample in family.samples]
 
