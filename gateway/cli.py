@@ -52,6 +52,7 @@ COMMANDS: dict[str, Command] = {
     "demo": Command("start a fleet of emulated servers with a gateway, and show it at work", _module("gateway.demo")),
     "emulate": Command("run an emulated SGLang server, or a fleet of them", _module("engines.emulator.main")),
     "replay": Command("replay a trace against a gateway", _module("gateway.bench.replay")),
+    "redis": Command("look into the Redis that gateways of a fleet share", _module("gateway.redis_cli")),
     "explain": Command("show why a request went where it went", _module("gateway.explain_cli")),
 }
 
