@@ -134,8 +134,9 @@ class OwnershipStore(Protocol):
     clock; stores that share rows share durations, never clocks.
     """
 
-    refused: int
-    """Writes refused for their epoch."""
+    @property
+    def refused(self) -> int:
+        """Writes refused for their epoch."""
 
     async def start(self) -> None: ...
 
@@ -298,7 +299,7 @@ class Keys:
         return self._key(shard_of(engine_id), "expiry", number, engine_id)
 
     def pending(self, engine_id: EngineId, number: int) -> bytes:
-        """ZSET of one boot: tier and tail of runs that were dispatched and are not held → expiry, as above."""
+        """ZSET of one boot: tier (the device's) and tail of runs that were dispatched → expiry, as above."""
         return self._key(shard_of(engine_id), "pending", number, engine_id)
 
     def bookings(self) -> bytes:

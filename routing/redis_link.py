@@ -52,10 +52,13 @@ class LinkState:
 class RedisLink(Protocol):
     """What users of Redis may do. Every awaitable raises RedisTrouble and nothing else, after `timeout_s` at most."""
 
-    is_cluster: bool
-    """Known after `start`: whether keys of different slots may share one `read`."""
-    where: str
-    """The server, for operators: no password in it."""
+    @property
+    def is_cluster(self) -> bool:
+        """Known after `start`: whether keys of different slots may share one `read`."""
+
+    @property
+    def where(self) -> str:
+        """The server, for operators: no password in it."""
 
     @property
     def state(self) -> LinkState: ...

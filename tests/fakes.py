@@ -249,7 +249,7 @@ def decider(
     return Decider(
         fleet,
         make_policy(),
-        Owners(PrefixIndex(), MemoryOwnership(), lambda model: BLOCK_BYTES / learned.bytes_per_token(model)),
+        Owners(PrefixIndex(), MemoryOwnership(), lambda model: BLOCK_BYTES / learned.bytes_per_token(model), now_s),
         learned,
         WaitingQueue(limits),
         Random(7),

@@ -165,13 +165,14 @@ class _Rows:
     def apply(self, op: log.Op) -> bool:
         field, until = op.place + op.tail, self.now + op.ttl_ms
         if op.kind == log.CLAIM:
-            self.runs[field], self.pending[field] = op.data, until
+            self.runs[field] = max(self.runs.get(field, b""), op.data, key=len)
+            self.pending[field] = until
         elif op.kind == log.HOLD:
             self.hold(field, op.data, until)
         elif op.kind == log.PROMOTE:
             if (packed := self.runs.pop(b"p" + op.tail, None)) is not None:
                 del self.pending[b"p" + op.tail]
-                self.hold(field, packed, until)
+                self.hold(field, b"" if field in self.expiry else packed, until)
             elif field in self.expiry:
                 self.hold(field, b"", until)
             else:

@@ -1,0 +1,195 @@
+"""Prefix ownership in a real Redis: memory, snapshot, CPU a prompt, delay. `python -m benchmarks.ownership_redis`.
+
+Starts a private server of its own. Prompts are 12 K tokens in 188 blocks, all new. CPU is process time of this process
+(one replica) and of the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import statistics
+import time
+from collections.abc import AsyncIterator, Iterator
+from random import Random
+
+import uvloop
+
+from engines.tasks import spawn
+from engines.types import EngineId
+from routing.ownership import ClaimId, Keys, OwnershipConfig, Run, Tier
+from routing.ownership_redis import RedisOwnership
+from routing.redis_link import Link
+from tests.redis_servers import RedisServer
+
+RUN_BLOCKS = 188
+MILLION = 1_000_000
+ENGINES = [EngineId(f"http://10.0.0.{index}:30000") for index in range(16)]
+RATE, LOAD_S, ROUNDS = 700, 2.0, 5
+CONFIG = OwnershipConfig(max_blocks_per_engine=100_000)
+
+
+class Silent:
+    """A listener that does nothing."""
+
+    def held(self, engine_id: EngineId, run: Run, tier: Tier) -> None: ...
+    def lost(self, engine_id: EngineId, blocks: object, tier: Tier) -> None: ...
+    def promised(self, engine_id: EngineId, blocks: object) -> None: ...
+    def unpromised(self, engine_id: EngineId, blocks: object) -> None: ...
+    def cleared(self, engine_id: EngineId) -> None: ...
+    def restart_seen(self, engine_id: EngineId) -> None: ...
+
+
+class Replica:
+    """One store with a link of its own."""
+
+    def __init__(self, url: str, name: str) -> None:
+        self.link = Link(url, spawn, lambda _: None)
+        clock = asyncio.get_running_loop().time
+        self.store = RedisOwnership(self.link, Keys("bench", "b"), spawn, clock, name, lambda _: True, CONFIG)
+        self.store.listen(Silent())
+
+    async def start(self) -> Replica:
+        await self.link.start()
+        await self.store.start()
+        assert await self.store.wait_current(60)
+        return self
+
+    async def stop(self) -> None:
+        await self.store.stop()
+        await self.link.stop()
+
+
+def chains(rng: Random, count: int) -> Iterator[list[bytes]]:
+    for _ in range(count):
+        packed = rng.randbytes(16 * RUN_BLOCKS)
+        yield [packed[at : at + 16] for at in range(0, len(packed), 16)]
+
+
+@contextlib.asynccontextmanager
+async def stalls() -> AsyncIterator[list[tuple[float, float]]]:
+    """How long the event loop was kept at a time while the block runs: in wall time, and in CPU of its thread."""
+    found = [(0.0, 0.0)]
+
+    async def tick() -> None:
+        while True:
+            began, used = time.perf_counter(), time.thread_time()
+            await asyncio.sleep(0.001)
+            found.append((time.perf_counter() - began - 0.001, time.thread_time() - used))
+
+    task = spawn(tick(), "tick")
+    try:
+        yield found
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def server_cpu_s(server: RedisServer) -> float:
+    info = server.info("cpu")
+    return float(info["used_cpu_user"]) + float(info["used_cpu_sys"])
+
+
+async def settled(store: RedisOwnership) -> None:
+    while store.status().queued_bytes:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+
+
+async def fill(server: RedisServer) -> None:
+    """A million blocks: memory in Redis, then a fresh mirror of them."""
+    empty = int(server.info("memory")["used_memory"])
+    writer = await Replica(server.url, "filler").start()
+    loop = asyncio.get_running_loop()
+    for engine_id in ENGINES:
+        writer.store.begin(engine_id, 1, "boot")
+    for index, chain in enumerate(chains(Random(1), MILLION // RUN_BLOCKS)):
+        writer.store.hold(ENGINES[index % len(ENGINES)], 1, chain, loop.time())
+        while writer.store.status().queued_bytes > 2 << 20:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+    await settled(writer.store)
+    blocks = writer.store.status().blocks
+    full = int(server.info("memory")["used_memory"])
+    await asyncio.sleep(10.5)
+    for engine_id in ENGINES:  # any write trims the log of its shard
+        writer.store.evict(engine_id, 1, [b"x" * 16])
+        writer.store.hold(engine_id, 1, [engine_id.encode()[-16:].rjust(16)], loop.time())
+    await settled(writer.store)
+    trimmed = int(server.info("memory")["used_memory"])
+    await writer.stop()
+    print(f"memory in Redis: {(trimmed - empty) / blocks:.1f} bytes a block of {blocks} after the log's trim (<= 30)")
+    print(f"                 {(full - empty) / blocks:.1f} with 10 s of everything in the log")
+    async with stalls() as stalled:
+        used = time.process_time()
+        began = time.perf_counter()
+        reader = await Replica(server.url, "reader").start()
+        used, took = time.process_time() - used, time.perf_counter() - began
+    assert reader.store.status().blocks >= blocks
+    print(f"snapshot into a fresh mirror: {used:.2f} s of CPU (<= 1), {took:.2f} s")
+    wall, cpu = (max(each) * 1e3 for each in zip(*stalled, strict=True))
+    print(f"longest stall of the event loop: {wall:.1f} ms (<= 10); {cpu:.1f} ms of its own CPU")
+    await reader.stop()
+
+
+async def load(server: RedisServer) -> None:
+    """New prompts at a steady rate over 8 engines, with one replica: CPU; then with two: delay."""
+    replica = await Replica(server.url, "loaded").start()
+    for engine_id in ENGINES[:8]:
+        replica.store.begin(engine_id, 1, "boot")
+    await settled(replica.store)
+    rounds = []
+    for number in range(ROUNDS):
+        prompts = list(chains(Random(100 + number), int(RATE * LOAD_S)))
+        idle = await cpu_of(server, [], replica)
+        used = await cpu_of(server, prompts, replica)
+        rounds.append([(busy - rest) / len(prompts) * 1e6 for busy, rest in zip(used, idle, strict=True)])
+    for here, there in rounds:
+        print(f"  a prompt: client {here:.0f} us, Redis {there:.0f} us")
+    median = statistics.median(sum(each) for each in rounds)
+    print(f"recording a new 12 K-token prompt: {median:.0f} us of CPU (<= 200; median of {ROUNDS}, {RATE} prompts/s)")
+    await delay(server, replica)
+    await replica.stop()
+
+
+async def cpu_of(server: RedisServer, prompts: list[list[bytes]], replica: Replica) -> tuple[float, float]:
+    """CPU of this process and of the server while the prompts are claimed, and confirmed 50 ms later."""
+    loop = asyncio.get_running_loop()
+    here, there = time.process_time(), server_cpu_s(server)
+    open_claims: list[ClaimId] = []
+    done = 0
+    began = loop.time()
+    while (passed := loop.time() - began) < LOAD_S + 0.2:
+        due = prompts[done : int(passed * RATE)]
+        for each in due:
+            open_claims.append(replica.store.claim_pending(ENGINES[done % 8], 1, each, loop.time()))
+            done += 1
+        while open_claims and (len(open_claims) > RATE * 0.05 or done == len(prompts)):
+            replica.store.confirm(open_claims.pop(0), loop.time())
+        await asyncio.sleep(0.01)
+    return time.process_time() - here, server_cpu_s(server) - there
+
+
+async def delay(server: RedisServer, writer: Replica) -> None:
+    other = await Replica(server.url, "other").start()
+    loop = asyncio.get_running_loop()
+    delays = []
+    for chain in chains(Random(7), 300):
+        began = loop.time()
+        writer.store.hold(ENGINES[0], 1, chain, began)
+        while not other.store.owners(chain, loop.time()):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        delays.append(loop.time() - began)
+    cuts = statistics.quantiles(delays, n=100)
+    print(f"seen by another replica after {cuts[49] * 1e3:.0f} ms (p50), {cuts[98] * 1e3:.0f} ms (p99, <= 100)")
+    await other.stop()
+
+
+async def main() -> None:
+    with RedisServer(options={"save": ""}) as server:
+        await fill(server)
+    with RedisServer(options={"save": ""}) as server:
+        await load(server)
+
+
+if __name__ == "__main__":
+    uvloop.run(main())

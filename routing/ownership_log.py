@@ -1,0 +1,138 @@
+"""What changes in ownership as short operations: how they are packed for Redis and its log, and packed runs. Pure.
+
+One operation is `kind, place, ttl_ms, data`; a batch is their concatenation, and the same bytes go to the script that
+writes them and into the log that others follow. Blocks are 16 bytes each. Times are durations: clocks are not shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from struct import Struct, error
+from typing import NamedTuple
+
+from routing.ownership import ROOT, Run, Tier
+
+BLOCK_BYTES = 16
+_NO_PARENT = bytes(BLOCK_BYTES)
+_HEADER = Struct(">ccII")
+
+CLAIM = b"c"
+"""Data: packed run. It was dispatched, and is pending until PROMOTE, DROP or its time."""
+HOLD = b"h"
+"""Data: packed run. It is held; of two rows with one tail the longer stays."""
+PROMOTE = b"p"
+"""Data: tail of a pending run, which is held on `place` now. The blocks themselves are not sent again."""
+DROP = b"d"
+"""Data: tail of a pending run, which is gone."""
+TOUCH = b"t"
+"""Data: tails of held runs, which live for `ttl_ms` from now."""
+CUT = b"x"
+"""Data: tail of a held run, and the block it now ends before; where it lacks that block, all of it goes."""
+CLEAR = b"0"
+"""Nothing of this boot is held or pending any more."""
+
+PENDING_PLACE = b"p"
+"""Of pending runs, which have no tier yet."""
+TIER_PLACE = {Tier.DEVICE: b"d", Tier.HOST: b"h", Tier.STORE: b"s"}
+PLACE_TIER = {place: tier for tier, place in TIER_PLACE.items()}
+
+
+_KINDS = frozenset((CLAIM, HOLD, PROMOTE, DROP, TOUCH, CUT, CLEAR))
+
+
+class Op(NamedTuple):
+    """One operation on one boot of an engine. `place`: a tier's, or that of pending runs."""
+
+    kind: bytes
+    place: bytes
+    ttl_ms: int
+    data: bytes
+
+    @property
+    def tail(self) -> bytes:
+        """The run it is about, where it is about one."""
+        return self.data[:BLOCK_BYTES] if self.kind == CUT else self.data[-BLOCK_BYTES:]
+
+    @property
+    def size_bytes(self) -> int:
+        return _HEADER.size + len(self.data)
+
+
+class BadOps(ValueError):
+    """These bytes are no packed operations: written by something else, or by another version."""
+
+
+def pack_ops(ops: Iterable[Op]) -> bytes:
+    return b"".join(part for op in ops for part in (_HEADER.pack(op.kind, op.place, op.ttl_ms, len(op.data)), op.data))
+
+
+def unpack_ops(packed: bytes) -> Iterator[Op]:
+    """The operations of a batch, in order; raises BadOps where they end before they should."""
+    at = 0
+    while at < len(packed):
+        try:
+            kind, place, ttl_ms, length = _HEADER.unpack_from(packed, at)
+        except error as problem:
+            raise BadOps(str(problem)) from None
+        at += _HEADER.size + length
+        if at > len(packed):
+            raise BadOps("the data of an operation ends early")
+        if kind not in _KINDS or (place not in PLACE_TIER and place != PENDING_PLACE) or length % BLOCK_BYTES:
+            raise BadOps(f"no operation is {kind!r} on {place!r} with {length} bytes")
+        yield Op(kind, place, ttl_ms, packed[at - length : at])
+
+
+def pack_run(run: Run) -> bytes:
+    """The parent (zeros for the root), then the blocks."""
+    return (run.parent or _NO_PARENT) + b"".join(run.blocks)
+
+
+def is_run(packed: bytes) -> bool:
+    """Whether these bytes can be a parent and at least one block."""
+    return len(packed) >= 2 * BLOCK_BYTES and not len(packed) % BLOCK_BYTES
+
+
+def unpack_run(packed: bytes) -> Run:
+    """Raises BadOps where it is no packed run."""
+    if not is_run(packed):
+        raise BadOps(f"a run of {len(packed)} bytes")
+    parent, *blocks = split_blocks(packed)
+    return Run(ROOT if parent == _NO_PARENT else parent, tuple(blocks))
+
+
+def split_blocks(packed: bytes) -> list[bytes]:
+    """What was joined, one by one."""
+    return [packed[at : at + BLOCK_BYTES] for at in range(0, len(packed), BLOCK_BYTES)]
+
+
+def duration_ms(until_s: float, now_s: float) -> int:
+    """A time to live as it is sent: never zero, which would end a row at once, and never more than 32 bits."""
+    return max(1, min(round((until_s - now_s) * 1000), 0xFFFF_FFFF))
+
+
+def claim(run: Run, ttl_ms: int) -> Op:
+    return Op(CLAIM, PENDING_PLACE, ttl_ms, pack_run(run))
+
+
+def hold(tier: Tier, run: Run, ttl_ms: int) -> Op:
+    return Op(HOLD, TIER_PLACE[tier], ttl_ms, pack_run(run))
+
+
+def promote(tier: Tier, tail: bytes, ttl_ms: int) -> Op:
+    return Op(PROMOTE, TIER_PLACE[tier], ttl_ms, tail)
+
+
+def drop(tail: bytes) -> Op:
+    return Op(DROP, PENDING_PLACE, 0, tail)
+
+
+def touch(tier: Tier, tails: Sequence[bytes], ttl_ms: int) -> Op:
+    return Op(TOUCH, TIER_PLACE[tier], ttl_ms, b"".join(tails))
+
+
+def cut(tier: Tier, tail: bytes, first_lost: bytes) -> Op:
+    return Op(CUT, TIER_PLACE[tier], 0, tail + first_lost)
+
+
+def clear() -> Op:
+    return Op(CLEAR, PENDING_PLACE, 0, b"")
