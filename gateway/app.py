@@ -239,7 +239,7 @@ async def serve(config: Config, *, announce: bool = True) -> int:
             await runner.cleanup()
             return 1
         if announce:
-            _announce(config, port, gw.shared.place.line)
+            _announce(config, port, gw.shared.line)
         await stop.wait()
         await _drain(gw, runner, hurry, config.deadlines.shutdown_grace_s)
         await runner.cleanup()

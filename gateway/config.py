@@ -9,13 +9,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from string import ascii_letters, digits
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from engines.types import H100_70B, PROFILES, EngineId, EngineProfile, EngineSpec, Role
+from gateway import redis_flags
 from gateway.refused_flags import REFUSED_FLAGS, Refuse
-from routing import redis_url
 
 MAX_PROBE_INTERVAL_S = 4.0
 """A prefill whose bootstrap server was not seen for 5 s gets no new rooms."""
@@ -208,13 +207,19 @@ def _add_ownership_arguments(group: Any, base: Config) -> None:
     _add(
         group,
         "--redis-url",
-        _redis_url,
+        redis_flags.redis_url_or_memory,
         None,
         "Redis that all gateways of this fleet share: redis:// or rediss:// (a Cluster is noticed), unix://, or "
         "redis+sentinel://HOST:PORT,HOST:PORT/SERVICE; memory: in this process (default: a private Redis)",
     )
-    _add(group, "--redis-namespace", _namespace, base.ownership.namespace, "names this fleet within that Redis")
-    _add(group, "--redis-max-bytes", _whole(16 << 20), base.ownership.memory_bytes, "bound of a private Redis")
+    _add(
+        group,
+        "--redis-namespace",
+        redis_flags.namespace,
+        base.ownership.namespace,
+        "names this fleet within that Redis",
+    )
+    _add(group, "--redis-max-bytes", redis_flags.size_bytes, base.ownership.memory_bytes, "bound of a private Redis")
     _add(group, "--tokenizer-path", str, None, "the model's Hugging Face folder or tokenizer.json: exact token counts")
     _add(group, "--chat-template", str, None, "a Jinja file used instead of the tokenizer's own chat template")
 
@@ -239,7 +244,7 @@ def from_args(args: argparse.Namespace) -> Config:
         explain=ExplainConfig(args.explain_ring),
         ownership=OwnershipStoreConfig(args.redis_url, args.redis_namespace, args.redis_max_bytes),
         tokenizer=_tokenizer(args),
-        notes=notes,
+        notes=notes + _unused(args),
     )
 
 
@@ -250,6 +255,13 @@ def _routing(args: argparse.Namespace) -> tuple[RoutingConfig, tuple[str, ...]]:
     if "cache_aware" in wanted:
         notes.append("policy cache_aware runs as cost, which weighs cached prefixes against queues in seconds")
     return RoutingConfig(policy, prefill, decode, args.seed, PROFILES[args.profile]), tuple(notes)
+
+
+def _unused(args: argparse.Namespace) -> tuple[str, ...]:
+    base = OwnershipStoreConfig()
+    return redis_flags.notes(
+        args.redis_url, args.redis_namespace != base.namespace, args.redis_max_bytes != base.memory_bytes
+    )
 
 
 def _tokenizer(args: argparse.Namespace) -> TokenizerConfig:
@@ -360,21 +372,6 @@ def _seconds_or_0(text: str) -> float:
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} must be a number of seconds")
     return value
-
-
-def _redis_url(text: str) -> str:
-    try:
-        if text != "memory":
-            redis_url.parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
-
-
-def _namespace(text: str) -> str:
-    if not text or not set(text) <= set(ascii_letters + digits + "._-"):
-        raise argparse.ArgumentTypeError(f"{text!r} must be letters, digits, dots, dashes and underscores")
-    return text
 
 
 def _policy(text: str) -> str:

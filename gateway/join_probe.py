@@ -180,8 +180,9 @@ class JoinProbe:
         for name, body in PROBES.items():
             ours = await _ours(tokenizer, body)
             theirs = await self._theirs(view, {"model": model, **body})
-            if ours == theirs or (ours is None and theirs == _REFUSED):
-                agreed += ours is not None
+            refused = isinstance(ours, str)
+            if ours == theirs or (refused and theirs == _REFUSED):
+                agreed += not refused
             elif CONTINUES in body:
                 text_fields.add(CONTINUES)
             else:
@@ -203,24 +204,24 @@ class JoinProbe:
             return status
 
 
-async def _ours(tokenizer: Tokenizer, body: Mapping[str, Any]) -> array[int] | None:
-    """What we make of a probe; None where we refuse it. Raises Untokenized while there is no time for it."""
+async def _ours(tokenizer: Tokenizer, body: Mapping[str, Any]) -> array[int] | str:
+    """What we make of a probe; why not, where we refuse it. Raises Untokenized while there is no time for it."""
     api = Api.CHAT if "messages" in body else Api.COMPLETIONS
 
-    def ids() -> array[int] | None:
+    def ids() -> array[int] | str:
         try:
             return tokenizer.ids(api, body)
-        except Untokenized:
-            return None
+        except Untokenized as error:
+            return str(error)
 
     return await tokenizer.run(len(orjson.dumps(body)), ids)
 
 
-def _difference(name: str, ours: array[int] | None, theirs: array[int] | int) -> str:
+def _difference(name: str, ours: array[int] | str, theirs: array[int] | int) -> str:
     if isinstance(theirs, int):
         return f"probe {name}: it answers {theirs} to /tokenize, without ids"
-    if ours is None:
-        return f"probe {name}: only it can tokenize it"
+    if isinstance(ours, str):
+        return f"probe {name}: only the server can tokenize it; here: {ours}"
     same = next((at for at, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), None)
     where = min(len(ours), len(theirs)) if same is None else same
     return f"probe {name}: {len(theirs)} ids instead of {len(ours)}, differing from position {where}"

@@ -336,6 +336,8 @@ class _Feed:
             self.trouble = ""
         if live is not self._live:
             self._live = live
+            if live:
+                _log.info("%s: its cache is known exactly, by its KV events", self._engine_id)
             self._sink.events_live(self._engine_id, live)
 
 

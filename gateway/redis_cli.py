@@ -17,11 +17,13 @@ from rich.console import Console
 from rich.table import Table
 
 from engines.tasks import spawn
+from gateway import redis_flags
 from gateway.config import OwnershipStoreConfig
 from gateway.shared_state import KEY_PREFIX
+from routing import redis_url
 from routing.ownership import Keys
 from routing.ownership_inspect import Inspection, inspect
-from routing.redis_link import Link, RedisTrouble
+from routing.redis_link import Link, RedisTrouble, Trouble
 
 _TIMEOUT_S = 5.0
 
@@ -29,15 +31,27 @@ _TIMEOUT_S = 5.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of `pdgate redis`."""
     parser.add_argument("action", choices=("inspect",), help="what to do")
-    parser.add_argument("--redis-url", help="the Redis (default: the one of the gateway at --url)")
-    parser.add_argument("--redis-namespace", default=OwnershipStoreConfig().namespace, help="the fleet within it")
-    parser.add_argument("--url", default="http://127.0.0.1:30000", help="a gateway on this machine")
+    parser.add_argument(
+        "--redis-url", type=redis_flags.redis_url, help="the Redis (default: the private one of the gateway at --url)"
+    )
+    parser.add_argument(
+        "--redis-namespace",
+        type=redis_flags.namespace,
+        default=OwnershipStoreConfig().namespace,
+        help="the fleet within it (default %(default)s)",
+    )
+    parser.add_argument(
+        "--url", default="http://127.0.0.1:30000", help="a gateway on this machine (default %(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--out", type=Path, help="write the JSON object to this file as well")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print what is there; 1 when Redis does not give it, 2 when it is not clear which Redis is meant."""
+    if args.out is not None and not args.out.parent.is_dir():
+        print(f"pdgate redis: error: --out: there is no folder {args.out.parent}", file=sys.stderr)
+        return 2
     try:
         url = args.redis_url or _redis_of(args.url)
         found = asyncio.run(_look(url, args.redis_namespace))
@@ -45,7 +59,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"pdgate redis: error: {error}", file=sys.stderr)
         return 2
     except RedisTrouble as trouble:
-        print(f"pdgate redis: {url.rpartition('@')[2]} is {trouble.kind}: {trouble.message}", file=sys.stderr)
+        place = redis_url.parse(url).where
+        print(f"pdgate redis: {place}: {trouble.kind.replace('_', ' ')} ({trouble.message})", file=sys.stderr)
         return 1
     report = as_json(found)
     if args.out is not None:
@@ -66,6 +81,8 @@ def _redis_of(gateway_url: str) -> str:
         body = json.load(error)
     except (OSError, ValueError) as error:
         raise ValueError(f"no gateway answers at {gateway_url} (--url), and no --redis-url is given: {error}") from None
+    if not isinstance(body, dict) or "ownership" not in body:
+        raise ValueError(f"what answers at {gateway_url} (--url) is no pdgate gateway")
     where = (body.get("ownership") or {}).get("where")
     if not where:
         raise ValueError(f"the gateway at {gateway_url} keeps ownership in memory: there is no Redis to look into")
@@ -79,6 +96,8 @@ async def _look(url: str, namespace: str) -> Inspection:
     await link.start()
     try:
         if (trouble := link.state.trouble) is not None:
+            if link.is_trying:
+                raise RedisTrouble(Trouble.SLOW, f"no answer within {_TIMEOUT_S:g} s: frozen, or TLS where none is?")
             raise RedisTrouble(trouble, link.state.message)
         return await inspect(link, Keys(KEY_PREFIX, namespace))
     finally:
@@ -120,6 +139,8 @@ def show(found: Inspection, console: Console) -> None:
     report = as_json(found)
     for table in (engines, shards, replicas):
         console.print(table)
+    if not found.replicas and not found.engines:
+        console.print("nothing is kept here: is this the --redis-namespace of the fleet?")
     each = f", {report['bytes_per_block']:.1f} bytes a block with the log" if report["blocks"] else ""
     console.print(f"{report['blocks']} blocks in {report['bytes']} bytes, {report['log_bytes']} bytes of log{each}")
 

@@ -48,6 +48,7 @@ PURE_FILES = (
     "gateway/errors.py",
     "gateway/config.py",
     "gateway/refused_flags.py",
+    "gateway/redis_flags.py",
 )
 PURE_PACKAGE = "routing/"
 IMPURE_IN_PURE_PACKAGE = (

@@ -209,3 +209,41 @@ def test_fleets_that_cannot_be_served(line: str, said: str) -> None:
 
 def test_the_key_is_not_printed() -> None:
     assert "s3cret" not in repr(config(f"{FLEET} --api-key s3cret"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--redis-url http://h:1", "argument --redis-url: a Redis URL begins with"),
+        ("--redis-url none", "or it is `memory`"),
+        ("--redis-namespace a{b}", "argument --redis-namespace: 'a{b}' must be"),
+        ("--redis-namespace " + "x" * 101, "must be 1 to 100 letters"),
+        ("--redis-max-bytes 256x", "argument --redis-max-bytes: '256x' must be bytes, or kb, mb or gb (256mb)"),
+        ("--redis-max-bytes 1mb", "at least 16mb"),
+        ("--chat-template t.jinja", "--chat-template is of no use without --tokenizer-path"),
+    ],
+)
+def test_bad_values_about_ownership_name_the_flag(flags: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        assert said in usage_error(f"{FLEET} {flags}", capsys)
+    except ConfigError as error:
+        assert said in str(error)
+
+
+@pytest.mark.parametrize(("given", "size"), [("268435456", 256 << 20), ("64MB", 64 << 20), ("1gb", 1 << 30)])
+def test_sizes_have_units(given: str, size: int) -> None:
+    assert config(f"{FLEET} --redis-max-bytes {given}").ownership.memory_bytes == size
+
+
+@pytest.mark.parametrize(
+    ("flags", "unused"),
+    [
+        ("", []),
+        ("--redis-url redis://h:1 --redis-namespace a", []),
+        ("--redis-max-bytes 64mb", []),
+        ("--redis-namespace a", ["--redis-namespace"]),
+        ("--redis-namespace a --redis-url memory --redis-max-bytes 64mb", ["--redis-namespace", "--redis-max-bytes"]),
+    ],
+)
+def test_what_is_given_in_vain_is_said(flags: str, unused: list[str]) -> None:
+    assert [note.split()[0] for note in config(f"{FLEET} {flags}").notes] == unused

@@ -184,7 +184,10 @@ async def test_what_both_refuse_is_no_difference(tmp_path: Any) -> None:
         return (200, b'{"tokens": [1]}') if status == 400 else (status, answer)
 
     async with World(up("p0", "d0"), Engines(p0=leniently), strict) as world:
-        assert world.joins.of("tiny").reason == "http://p0: probe system: only it can tokenize it"
+        assert (
+            world.joins.of("tiny").reason
+            == "http://p0: probe system: only the server can tokenize it; here: the chat template refuses it: no system"
+        )
 
 
 async def test_where_nothing_could_be_compared_nothing_is_known(tmp_path: Any) -> None:

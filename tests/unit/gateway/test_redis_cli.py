@@ -91,13 +91,18 @@ def test_the_private_redis_of_a_gateway_is_found(
 
 @pytest.mark.parametrize(
     ("ownership", "said"),
-    [({"where": None}, "keeps ownership in memory"), ({"where": "redis://h:1"}, "give its whole --redis-url")],
+    [
+        (None, "is no pdgate gateway"),
+        ({"where": None}, "keeps ownership in memory"),
+        ({"where": "redis://h:1"}, "give its whole --redis-url"),
+    ],
 )
 def test_a_gateway_whose_redis_cannot_be_known(
-    gateway: tuple[str, dict[str, Any]], ownership: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
+    gateway: tuple[str, dict[str, Any]], ownership: dict[str, Any] | None, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     url, body = gateway
-    body["ownership"] = ownership
+    if ownership is not None:
+        body["ownership"] = ownership
     assert cli.main(["redis", "inspect", "--url", url]) == 2
     assert said in capsys.readouterr().err
 
@@ -106,8 +111,8 @@ def test_a_gateway_whose_redis_cannot_be_known(
     ("flags", "code", "said"),
     [
         (["--url", "http://127.0.0.1:1"], 2, "no gateway answers"),
-        (["--redis-url", "http://127.0.0.1:1"], 2, "begins with"),
-        (["--redis-url", "redis://:secret@127.0.0.1:1"], 1, "127.0.0.1:1 is down"),
+        (["--redis-url", "redis://:secret@127.0.0.1:1"], 1, "redis://127.0.0.1:1: down (127.0.0.1:1: "),
+        (["--out", "/nowhere/at/all.json"], 2, "--out: there is no folder /nowhere/at"),
     ],
 )
 def test_what_does_not_answer(flags: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,3 +120,18 @@ def test_what_does_not_answer(flags: list[str], code: int, said: str, capsys: py
     error = capsys.readouterr().err
     assert said in error
     assert "secret" not in error
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--redis-url", "http://127.0.0.1:1"], "argument --redis-url: a Redis URL begins with"),
+        (["--redis-url", "memory"], "argument --redis-url: a Redis URL begins with"),
+        (["--redis-namespace", "a{b}"], "argument --redis-namespace: 'a{b}' must be 1 to 100 letters"),
+    ],
+)
+def test_flags_that_cannot_be(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["redis", "inspect", *flags])
+    assert exit_.value.code == 2
+    assert said in capsys.readouterr().err

@@ -1,20 +1,9 @@
 from __future__ import annotations
 
-from routing.ownership import ROOT, Run, accepts, full_chains, needs_refresh, truncated, unknown_runs
+from routing.ownership import ROOT, Run, accepts, full_chains, needs_refresh, truncated
 
 A, B, C, D, E = (bytes([letter]) * 16 for letter in b"abcde")
 CHAIN = (A, B, C, D, E)
-
-
-def test_a_run_is_what_is_new() -> None:
-    assert unknown_runs(CHAIN, {A, B}.__contains__) == (Run(B, (C, D, E)),)
-    assert unknown_runs(CHAIN, set[bytes]().__contains__) == (Run(ROOT, CHAIN),)
-    assert unknown_runs(CHAIN, set(CHAIN).__contains__) == ()
-    assert unknown_runs((), set[bytes]().__contains__) == ()
-
-
-def test_blocks_lost_in_the_middle_make_runs_of_their_own() -> None:
-    assert unknown_runs(CHAIN, {A, D}.__contains__) == (Run(A, (B, C)), Run(D, (E,)))
 
 
 def test_a_run_is_named_by_its_tail() -> None:

@@ -46,8 +46,8 @@ def test_an_operation_on_an_unknown_row_cannot_be_followed() -> None:
     assert mirror.apply(P0, [log.touch(Tier.DEVICE, [A], 1000), log.drop(A)], 0.0, own=False)
 
 
-def entry(seq: int, before: bytes, db_epoch: bytes = b"x") -> dict[bytes, bytes]:
-    return {b"s": b"%d" % seq, b"d": db_epoch, b"p": before}
+def entry(seq: int, before: bytes, db_epoch: bytes = b"x") -> log.LogEntry:
+    return log.LogEntry(seq, db_epoch, before, b"r", 1, 1, P0, frozenset(), b"")
 
 
 def test_a_log_is_followed_entry_by_entry() -> None:
