@@ -38,10 +38,10 @@ types: $(VENV)/installed-dev
 	$(BIN)/mypy
 
 unit: $(VENV)/installed-dev
-	$(BIN)/pytest tests/test_architecture.py tests/unit tests/property -m 'not long'
+	$(BIN)/pytest tests/test_architecture.py tests/unit tests/property -m 'not long' -n 2
 
 contract: $(VENV)/installed-dev
-	$(BIN)/pytest tests/contract -m 'not long'
+	$(BIN)/pytest tests/contract -m 'not long' -n 2 --dist loadfile
 
 scenarios: $(VENV)/installed-dev
 	$(BIN)/pytest tests/scenarios -m 'not long'

@@ -102,6 +102,8 @@ class Monitor:
         self._looks: dict[EngineId, asyncio.Task[bool]] = {}
         self._probed_s: dict[EngineId, float] = {}
         self._progress_s: dict[EngineId, float] = {}
+        self._read_s: dict[EngineId, float] = {}
+        """When the last look began that read the server's facts."""
         self._asked: set[EngineId] = set()
         """Engines that somebody wants looked at, and that are not looked at yet."""
         self._answering: set[asyncio.Task[None]] = set()
@@ -127,6 +129,10 @@ class Monitor:
         """Whether its last good probe is too old to send it a new room."""
         probed_s = self._probed_s.get(engine_id)
         return probed_s is None or asyncio.get_running_loop().time() - probed_s > STALE_PROBE_S
+
+    def has_read_since(self, engine_id: EngineId, since_s: float) -> bool:
+        """Whether a look that began at `since_s` or later read the server's facts, its boot fingerprint among them."""
+        return self._read_s.get(engine_id, -1.0) >= since_s
 
     def progress(self, engine_id: EngineId, now_s: float) -> None:
         """A leg on it got something: no late answer to a probe says that it is gone."""
@@ -225,8 +231,11 @@ class Monitor:
         await self._look(spec)
 
     async def _probe(self, spec: EngineSpec) -> bool:
+        began_s = asyncio.get_running_loop().time()
         try:
             seen = await self._prober.probe(spec, self._timeout_s)
+            if seen.facts is not None:
+                self._read_s[spec.engine_id] = began_s
             self._take(spec, seen)
         finally:
             self._looks.pop(spec.engine_id, None)

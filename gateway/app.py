@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from random import Random, SystemRandom
@@ -40,9 +40,11 @@ from gateway.owners import Owners
 from gateway.prompt import block_tokens, chain_root, id_block_tokens
 from gateway.releaser import Releaser
 from gateway.replicas import Replicas
+from gateway.second_look import SecondLook
 from gateway.shared_state import KEY_PREFIX, Place, SharedState, opened
 from gateway.tracing import Tracing
 from routing.index import PrefixIndex
+from routing.ownership import OwnershipConfig
 from routing.policies import make_policy
 from routing.prefix import BlockKind
 from routing.queueing import QueueLimits, WaitingQueue
@@ -96,8 +98,14 @@ def build(config: Config, place: Place | None = None) -> Gateway:
     learned = Learned(config.routing.profile)
     clock = asyncio.get_running_loop().time
     shared = SharedState(place or Place(), config.ownership.namespace, ids, clock, fleet.has)
-    owners = Owners(PrefixIndex(), shared.store, lambda model: block_tokens(model, joins, learned), clock)
-    owners.on_restart_seen = _looker(monitor, fleet, owners)
+    owners = Owners(
+        PrefixIndex(OwnershipConfig().max_blocks_per_engine),
+        shared.store,
+        lambda model: block_tokens(model, joins, learned),
+        clock,
+    )
+    second_look = SecondLook(monitor, owners, fleet.view)
+    owners.on_restart_seen = second_look
     decider = Decider(
         fleet,
         make_policy(config.routing.policy, config.routing.prefill_policy, config.routing.decode_policy),
@@ -135,6 +143,7 @@ def build(config: Config, place: Place | None = None) -> Gateway:
         shared=shared,
         replicas=replicas,
         feed=feed,
+        second_look=second_look,
         releaser=Releaser(fleet, decider.bookings, monitor, metrics),
         poison=poison,
         rooms=rooms,
@@ -177,25 +186,6 @@ def _replicas(
     )
 
 
-def _looker(monitor: Monitor, fleet: Fleet, owners: Owners) -> Callable[[EngineId], None]:
-    """Looks at an engine of which others have seen a newer boot; one look at a time."""
-    looking: set[EngineId] = set()
-
-    async def look(engine_id: EngineId) -> None:
-        try:
-            if await monitor.probe_now(engine_id):
-                owners.seen_again(fleet.view(engine_id))
-        finally:
-            looking.discard(engine_id)
-
-    def look_once(engine_id: EngineId) -> None:
-        if engine_id not in looking and fleet.has(engine_id):
-            looking.add(engine_id)
-            spawn(look(engine_id), f"look again at {engine_id}")
-
-    return look_once
-
-
 @asynccontextmanager
 async def started(gw: Gateway) -> AsyncIterator[Gateway]:
     """The parts at work; on leaving, abandoned attempts are released and every task has ended."""
@@ -211,6 +201,7 @@ async def started(gw: Gateway) -> AsyncIterator[Gateway]:
     finally:
         await gw.releaser.drained(_LAST_RELEASES_S)
         await gw.feed.stop()
+        await gw.second_look.stop()
         await gw.joins.stop()
         if gw.replicas is not None:
             await gw.replicas.stop()

@@ -21,6 +21,7 @@ from gateway.live import LiveRequests
 from gateway.observability import Metrics
 from gateway.releaser import Releaser
 from gateway.replicas import Replicas
+from gateway.second_look import SecondLook
 from gateway.shared_state import SharedState
 from gateway.tokenizer import Tokenizer
 from gateway.tracing import Tracing
@@ -45,6 +46,7 @@ class Gateway:
     shared: SharedState
     replicas: Replicas | None
     feed: KvFeed
+    second_look: SecondLook
     releaser: Releaser
     poison: PoisonGuard
     rooms: RoomMaker

@@ -346,16 +346,10 @@ class Decider:
     def _view(self, engine_id: EngineId) -> EngineView | None:
         return next((view for view in self._fleet.snapshot().engines if view.engine_id == engine_id), None)
 
-    def _is_same_boot(self, view: EngineView) -> bool:
-        now = self._view(view.engine_id)
-        return now is not None and now.epoch == view.epoch
-
     def _is_trusted(self, view: EngineView) -> bool:
         """Whether what `view` computed is still there: while a restart is suspected, ownership is not written."""
         now = self._view(view.engine_id)
         return now is not None and now.epoch == view.epoch and now.health is not Health.SUSPECTED
 
     def _drop_claim(self, decision: Decision) -> None:
-        self.owners.broken(
-            decision.prefill, decision.request, decision.claim, same_boot=self._is_same_boot(decision.prefill)
-        )
+        self.owners.broken(decision.prefill, decision.request, decision.claim)

@@ -36,7 +36,11 @@ class Owners:
         self._boots: dict[EngineId, tuple[int, str]] = {}
         self._capacity: dict[EngineId, int | None] = {}
         self._exact: set[EngineId] = set()
-        self._ahead: set[EngineId] = set()
+        self._doubted: set[EngineId] = set()
+        self._emptied: dict[EngineId, int] = {}
+        """How often the index was emptied of an engine: what was promised before cannot be taken back after."""
+        self._promised: dict[ClaimId, int] = {}
+        """Of each claim under way, what `_emptied` was when the index was told of it."""
         self._expire_s = 0.0
         store.listen(self)
 
@@ -49,8 +53,12 @@ class Owners:
     def promise(self, prefill: EngineView, request: RequestView, now_s: float) -> ClaimId:
         """A request was dispatched; the claim ends in `kept` or `broken`."""
         self.note(prefill, now_s)
-        self.index.add_pending(prefill.engine_id, request.blocks)
-        return self.store.claim_pending(prefill.engine_id, prefill.epoch, request.blocks, now_s)
+        engine_id = prefill.engine_id
+        claim = self.store.claim_pending(engine_id, prefill.epoch, request.blocks, now_s)
+        if self._is_current(engine_id, prefill.epoch):
+            self.index.add_pending(engine_id, request.blocks)
+            self._promised[claim] = self._emptied.get(engine_id, 0)
+        return claim
 
     def kept(
         self,
@@ -65,23 +73,42 @@ class Owners:
 
         `cached_tokens`: what the prefill says it had found, where it does; `predicted_tokens`: what we thought.
         """
-        engine_id = prefill.engine_id
-        if cached_tokens is not None and engine_id not in self._exact:
-            missed = cached_tokens + request.block_tokens < _CLEAR_MISS_RATIO * predicted_tokens
-            if missed:
+        still_counts = self._end_promise(prefill, request, claim)
+        if still_counts and self._is_current(prefill.engine_id, prefill.epoch):
+            if (
+                cached_tokens is not None
+                and cached_tokens + request.block_tokens < _CLEAR_MISS_RATIO * predicted_tokens
+            ):
                 self._correct(prefill, request.blocks, int(cached_tokens / request.block_tokens))
-        self.index.confirm(engine_id, request.blocks)
+            self.index.add_held(prefill.engine_id, request.blocks)
         self.store.confirm(claim, now_s)
 
-    def broken(self, prefill: EngineView, request: RequestView, claim: ClaimId, *, same_boot: bool) -> None:
-        """The attempt ended before its prefix was there; what an earlier boot was promised is gone already."""
-        if same_boot:
-            self.index.drop(prefill.engine_id, request.blocks)
+    def broken(self, prefill: EngineView, request: RequestView, claim: ClaimId) -> None:
+        """The attempt ended before its prefix was there."""
+        self._end_promise(prefill, request, claim)
         self.store.drop(claim)
 
+    def _end_promise(self, prefill: EngineView, request: RequestView, claim: ClaimId) -> bool:
+        """Take it back; False where the index has forgotten it with all that it had of this engine.
+
+        The same then went for the store, and for the engine: who flushes its cache has nothing under way.
+        """
+        if self._promised.pop(claim, None) != self._emptied.get(prefill.engine_id, 0):
+            return False
+        self.index.drop(prefill.engine_id, request.blocks)
+        return True
+
     def _correct(self, prefill: EngineView, blocks: Sequence[bytes], reported_blocks: int) -> None:
-        for tier, forgotten in self.index.correct(prefill.engine_id, blocks, reported_blocks).items():
-            self.store.evict(prefill.engine_id, prefill.epoch, forgotten, tier)
+        """Forget the rest of this chain. Without events, also what is older, which the engine evicted before.
+
+        Others are told of this chain alone: what is older was not seen, and they know its age as well as we do.
+        """
+        if prefill.engine_id in self._exact:
+            for tier in Tier:
+                self.index.evict(prefill.engine_id, blocks[reported_blocks:], tier)
+        else:
+            self.index.correct(prefill.engine_id, blocks, reported_blocks)
+        self.store.evict(prefill.engine_id, prefill.epoch, blocks[reported_blocks:])
 
     # ---- engines -------------------------------------------------------------------------------------------------
 
@@ -98,32 +125,43 @@ class Owners:
         self._size(view.engine_id, view.facts)
         self._expire(now_s)
 
+    def is_doubted(self, engine_id: EngineId) -> bool:
+        """Whether others have seen a newer boot of it than the one we know."""
+        return engine_id in self._doubted
+
     def seen_again(self, view: EngineView) -> None:
-        """An engine was looked at because others had seen a newer boot of it, and runs the one that we know."""
-        self._ahead.discard(view.engine_id)
+        """A doubted engine was looked at, and runs the boot that we know."""
+        self._doubted.discard(view.engine_id)
         if view.facts is not None and view.spec.role is Role.PREFILL:
             self.store.begin(view.engine_id, view.epoch, view.facts.boot_fingerprint)
 
     def _begin(self, engine_id: EngineId, boot: tuple[int, str]) -> None:
         """A new boot holds nothing, unless others knew of it before us: then the index was told so, and has theirs."""
-        if engine_id in self._boots and engine_id not in self._ahead:
+        if engine_id in self._boots and engine_id not in self._doubted:
             self._empty(engine_id)
-        self._ahead.discard(engine_id)
+        self._doubted.discard(engine_id)
         self._exact.discard(engine_id)
         self._boots[engine_id] = boot
         self.store.begin(engine_id, *boot)
 
     def _size(self, engine_id: EngineId, facts: EngineFacts) -> None:
+        """Its own events bound an engine where they are all known; else its size does."""
         exact = engine_id in self._exact
         blocks = None if exact else int(facts.max_total_tokens / self._block_tokens(facts.model))
         if self._capacity.get(engine_id, -1) != blocks:
             self._capacity[engine_id] = blocks
-            self.index.set_capacity(engine_id, blocks)
+            self._set_capacity(engine_id)
+
+    def _set_capacity(self, engine_id: EngineId) -> None:
+        blocks = self._capacity[engine_id]
+        for tier in Tier if blocks is None else (Tier.DEVICE,):
+            self.index.set_capacity(engine_id, blocks, tier)
 
     def _empty(self, engine_id: EngineId) -> None:
         self.index.drop_engine(engine_id)
+        self._emptied[engine_id] = self._emptied.get(engine_id, 0) + 1
         if engine_id in self._capacity:
-            self.index.set_capacity(engine_id, self._capacity[engine_id])
+            self._set_capacity(engine_id)
 
     def _expire(self, now_s: float) -> None:
         """Forget owners that nobody hit for long, now and then."""
@@ -156,7 +194,8 @@ class Owners:
             self.store.drop_engine(engine_id, epoch)
 
     def _is_current(self, engine_id: EngineId, epoch: int) -> bool:
-        return self._boots.get(engine_id, (epoch, ""))[0] == epoch
+        """Whether this is the boot that counts: what others know to be over, the index must not be told of."""
+        return self._boots.get(engine_id, (epoch, ""))[0] == epoch and engine_id not in self._doubted
 
     # ---- what others did (OwnershipListener) ---------------------------------------------------------------------
 
@@ -176,5 +215,5 @@ class Owners:
         self._empty(engine_id)
 
     def restart_seen(self, engine_id: EngineId) -> None:
-        self._ahead.add(engine_id)
+        self._doubted.add(engine_id)
         self.on_restart_seen(engine_id)

@@ -8,9 +8,10 @@ a prompt's chain that was new to the engine: thousands of blocks then cost one r
 from __future__ import annotations
 
 from binascii import crc_hqx
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import compress, count
 from typing import NewType, Protocol
 
 from engines.types import EngineId
@@ -212,31 +213,12 @@ def needs_refresh(expires_s: float, now_s: float, held_s: float) -> bool:
     return expires_s - now_s < held_s / 2
 
 
-def unknown_runs(blocks: Sequence[bytes], is_known: Callable[[bytes], bool]) -> tuple[Run, ...]:
-    """The parts of a chain that are new: usually its end, or more parts when middle blocks had been lost."""
-    runs = []
-    start: int | None = None
-    for index, block in enumerate(blocks):
-        if not is_known(block):
-            start = index if start is None else start
-        elif start is not None:
-            runs.append(_cut(blocks, start, index))
-            start = None
-    if start is not None:
-        runs.append(_cut(blocks, start, len(blocks)))
-    return tuple(runs)
-
-
-def _cut(blocks: Sequence[bytes], start: int, end: int) -> Run:
-    return Run(blocks[start - 1] if start else ROOT, tuple(blocks[start:end]))
-
-
 def truncated(run: Run, lost: Container[bytes]) -> Run | None:
     """What is left of `run`: the blocks before the first lost one; None when it was the first."""
-    for index, block in enumerate(run.blocks):
-        if block in lost:
-            return Run(run.parent, run.blocks[:index]) if index else None
-    return run
+    end = next(compress(count(), map(lost.__contains__, run.blocks)), None)
+    if end is None:
+        return run
+    return Run(run.parent, run.blocks[:end]) if end else None
 
 
 def full_chains(runs: Iterable[Run]) -> Iterator[tuple[bytes, ...]]:

@@ -11,10 +11,6 @@ from routing.ownership import OwnershipListener, Tier
 from routing.ownership_mirror import OwnershipMirror
 from routing.ownership_outbox import Lane, Outbox, first_lost
 
-Fields = dict[bytes, bytes]
-"""Of one entry: `s` seq, `d` db_epoch, `p` id of the entry before, `w` writer, `b` its number for the batch,
-`e` engine, `n` number of the boot, `o` operations, `x` the indexes of those that found nothing to do."""
-
 
 @dataclass(slots=True)
 class Position:
@@ -49,11 +45,11 @@ class Position:
         self.current, self.lost = False, True
         return True
 
-    def advance(self, entry_id: bytes, fields: Fields) -> bool:
+    def advance(self, entry_id: bytes, entry: log.LogEntry) -> bool:
         """Take an entry as the next one; where it is not the next one, note what that means."""
-        seq, db_epoch = int(fields[b"s"]), fields[b"d"]
+        seq, db_epoch = entry.seq, entry.db_epoch
         same = db_epoch == self.db_epoch or not self.db_epoch
-        if same and seq == self.seq + 1 and fields[b"p"] == self.last:
+        if same and seq == self.seq + 1 and entry.before == self.last:
             self.seq, self.db_epoch, self.last = seq, db_epoch, entry_id
             return True
         self.current = False
@@ -99,25 +95,23 @@ class Entries:
         self.listener: OwnershipListener | None = None
         mirror.on_hold = self._held_again
 
-    def lane_of(self, fields: Fields) -> Lane | None:
-        """The lane of the entry's engine; None where nobody here wants to know of it."""
-        engine_id = EngineId(fields[b"e"].decode())
+    def lane_of(self, engine_id: EngineId) -> Lane | None:
+        """The lane of an entry's engine; None where nobody here wants to know of it."""
         lane = self._outbox.lanes.get(engine_id)
         return self._outbox.lane(engine_id) if lane is None and self._wanted(engine_id) else lane
 
-    def take(self, lane: Lane, fields: Fields, now_s: float) -> None:
+    def take(self, lane: Lane, entry: log.LogEntry, now_s: float) -> None:
         """Do what the entry says, unless it is of another boot, or of ours with nothing in between."""
-        if not self.see_number(lane, int(fields[b"n"])):
+        if not self.see_number(lane, entry.number):
             return
-        own = fields[b"w"] == self._replica
+        own = entry.writer == self._replica
         if own:
-            batch = lane.read_back(int(fields[b"b"]))
+            batch = lane.read_back(entry.batch)
             if batch is not None and batch.applied == lane.applied:
                 return  # the mirror is what this entry made it
         lane.applied += 1  # what we did meanwhile is to be applied again as well, when it comes
-        void = {int(index) for index in fields[b"x"].split()}
         try:
-            ops = [_done(op) if index in void else op for index, op in enumerate(log.unpack_ops(fields[b"o"]))]
+            ops = [_done(op) if at in entry.void else op for at, op in enumerate(log.unpack_ops(entry.ops))]
             if lane.evicted and not own:
                 self._note_evicted(lane, ops)
             followed = self._mirror.apply(lane.engine_id, ops, now_s, own=own)

@@ -6,15 +6,18 @@ writes them and into the log that others follow. Blocks are 16 bytes each. Times
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from struct import Struct, error
 from typing import NamedTuple
 
+from engines.types import EngineId
 from routing.ownership import ROOT, Run, Tier
 
 BLOCK_BYTES = 16
 _NO_PARENT = bytes(BLOCK_BYTES)
 _HEADER = Struct(">ccII")
+HEADER_BYTES = _HEADER.size
+_NONE: frozenset[int] = frozenset()
 
 CLAIM = b"c"
 """Data: packed run. It was dispatched, and is pending until PROMOTE, DROP or its time."""
@@ -55,15 +58,53 @@ class Op(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        return _HEADER.size + len(self.data)
+        return HEADER_BYTES + len(self.data)
 
 
 class BadOps(ValueError):
     """These bytes are no packed operations: written by something else, or by another version."""
 
 
+class LogEntry(NamedTuple):
+    """One entry of a shard's log: its place in it, whose batch it is, and what that does.
+
+    `before`: id of the entry before it, or empty. `batch`: the number that the writer gave it. `number`: of the boot.
+    `void`: the indexes of the operations that found nothing to do.
+    """
+
+    seq: int
+    db_epoch: bytes
+    before: bytes
+    writer: bytes
+    batch: int
+    number: int
+    engine_id: EngineId
+    void: frozenset[int]
+    ops: bytes
+
+
+def batch_name(writer: str, batch: int, number: int, engine_id: EngineId) -> bytes:
+    """What the script is told of a batch beside its operations, and puts into the entry."""
+    return f"{writer} {batch} {number} {engine_id}".encode()
+
+
+def unpack_entry(fields: Mapping[bytes, bytes]) -> LogEntry:
+    """Raises BadOps where it is no entry of a log."""
+    try:
+        seq, db_epoch, before, writer, batch, number, engine = fields[b"h"].split(b" ", 6)
+        void = frozenset(map(int, fields[b"x"].split())) if b"x" in fields else _NONE
+        before = b"" if before == b"-" else before
+        engine_id = EngineId(engine.decode())
+        return LogEntry(int(seq), db_epoch, before, writer, int(batch), int(number), engine_id, void, fields[b"o"])
+    except (KeyError, ValueError) as problem:
+        raise BadOps(f"no entry of a log: {problem}") from None
+
+
 def pack_ops(ops: Iterable[Op]) -> bytes:
-    return b"".join(part for op in ops for part in (_HEADER.pack(op.kind, op.place, op.ttl_ms, len(op.data)), op.data))
+    parts: list[bytes] = []
+    for kind, place, ttl_ms, data in ops:
+        parts += (_HEADER.pack(kind, place, ttl_ms, len(data)), data)
+    return b"".join(parts)
 
 
 def unpack_ops(packed: bytes) -> Iterator[Op]:

@@ -6,10 +6,9 @@ confirmed, by what is held at that time. Every change can be told as an operatio
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count, takewhile
+from itertools import count
 
 from engines.types import EngineId
 from routing import ownership_log as log
@@ -25,9 +24,8 @@ from routing.ownership import (
     Tier,
     accepts,
     needs_refresh,
-    unknown_runs,
 )
-from routing.ownership_rows import Row, TierRows
+from routing.ownership_rows import Row, Span, TierRows, missing_runs, reach
 
 NOT_BEGUN = -1
 """The epoch of rows that others wrote, while this process has not seen the engine itself."""
@@ -36,7 +34,7 @@ Changed = Callable[[EngineId, int, log.Op], None]
 """Told what this process changed: engine, epoch, operation. Quick; raises nothing."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Claim:
     """One dispatched chain, and the tails of its runs that others were told of."""
 
@@ -70,15 +68,16 @@ class Owner:
     told: dict[bytes, ToldRun] = field(default_factory=dict)
     promises: dict[bytes, Row] = field(default_factory=dict)
 
-    def lives(self, block: bytes, now_s: float) -> bool:
-        """Whether the block is held on any tier."""
-        return any(rows.lives(block, now_s) for rows in self.tiers.values() if rows.tails)
-
     def hit_blocks(self, blocks: Sequence[bytes], now_s: float) -> int:
-        for depth, block in enumerate(blocks):
-            if not self.lives(block, now_s):
-                return depth
-        return len(blocks)
+        """How many of `blocks`, unbroken from the first, are held on any tier."""
+        return reach(
+            sorted(
+                span
+                for rows in self.tiers.values()
+                for span in rows.spans(blocks)
+                if rows.rows[span.tail].expires_s > now_s
+            )
+        )
 
 
 class MemoryOwnership:
@@ -86,6 +85,8 @@ class MemoryOwnership:
 
     def __init__(self, config: OwnershipConfig | None = None, changed: Changed | None = None) -> None:
         self._config = config or OwnershipConfig()
+        self._held_ms = log.duration_ms(self._config.held_s, 0.0)
+        self._pending_ms = log.duration_ms(self._config.pending_s, 0.0)
         self._changed = changed
         self._owners: dict[EngineId, Owner] = {}
         self._claims: dict[ClaimId, Claim] = {}
@@ -109,7 +110,8 @@ class MemoryOwnership:
         if (owner := self._admit(engine_id, epoch)) is not None:
             expires_s = now_s + self._config.pending_s
             chain = tuple(blocks)
-            new = _likely_new(owner.tiers[Tier.DEVICE].tails, chain)
+            held = owner.tiers[Tier.DEVICE].joined(chain)
+            new = Run(chain[held - 1] if held else ROOT, chain[held:]) if held < len(chain) else None
             told = (self._tell(engine_id, owner, new, now_s),) if new is not None else ()
             self._claims[claim] = Claim(engine_id, epoch, chain, expires_s, told)
             owner.claims.add(claim)
@@ -163,8 +165,8 @@ class MemoryOwnership:
                         yield OwnerRow(engine_id, owner.epoch, row.run, RowState.HELD, tier, row.expires_s)
             pending = [(row.run, row.expires_s) for row in owner.promises.values()]
             for claimed in [self._claims[claim] for claim in sorted(owner.claims)]:
-                held = owner.tiers[Tier.DEVICE].tails
-                pending += ((run, claimed.expires_s) for run in unknown_runs(claimed.blocks, held.__contains__))
+                held = owner.tiers[Tier.DEVICE].spans(claimed.blocks)
+                pending += ((run, claimed.expires_s) for run in missing_runs(claimed.blocks, held))
             for run, expires_s in pending:
                 if expires_s > now_s:
                     yield OwnerRow(engine_id, owner.epoch, run, RowState.PENDING, Tier.DEVICE, expires_s)
@@ -179,7 +181,7 @@ class MemoryOwnership:
             for rows in owner.tiers.values():
                 late = [tail for tail, row in rows.rows.items() if row.expires_s <= now_s]
                 for tail in late:
-                    rows.remove(tail)
+                    rows.discard(tail)
                 ended += len(late)
         return ended
 
@@ -187,7 +189,7 @@ class MemoryOwnership:
         return StoreStatus("memory", blocks=self._blocks(), refused=self.refused)
 
     def _blocks(self) -> int:
-        return sum(len(rows.tails) for owner in self._owners.values() for rows in owner.tiers.values())
+        return sum(rows.blocks for owner in self._owners.values() for rows in owner.tiers.values())
 
     def _admit(self, engine_id: EngineId, epoch: int) -> Owner | None:
         """The engine's rows for a write of `epoch`, emptied when it is a new one; None when it is an old one."""
@@ -214,15 +216,15 @@ class MemoryOwnership:
         return claimed
 
     def _hold_chain(self, engine_id: EngineId, owner: Owner, blocks: Sequence[bytes], now_s: float, tier: Tier) -> None:
-        ttl_ms = log.duration_ms(self._config.held_s, 0.0)
         for run in self._put_chain(engine_id, owner, blocks, now_s, tier):
-            told = owner.told.get(run.tail)
+            tail = run.tail
+            told = owner.told.get(tail)
             ours = told is not None and told.run == run and told.expires_s > now_s
-            if ours and run.tail not in owner.promises:  # else the run that Redis has may be another's, and longer
-                del owner.told[run.tail]
-                self._note(engine_id, owner.epoch, log.promote(tier, run.tail, ttl_ms))
+            if ours and tail not in owner.promises:  # else the run that Redis has may be another's, and longer
+                del owner.told[tail]
+                self._note(engine_id, owner.epoch, log.promote(tier, tail, self._held_ms))
             else:
-                self._note(engine_id, owner.epoch, log.hold(tier, run, ttl_ms))
+                self._note(engine_id, owner.epoch, log.hold(tier, run, self._held_ms))
         self._trim(engine_id, owner, tier)
 
     def _put_chain(
@@ -230,51 +232,50 @@ class MemoryOwnership:
     ) -> tuple[Run, ...]:
         """Hold what of a chain is new, and let the rest live on; the runs that are new."""
         rows = owner.tiers[tier]
+        spans = rows.spans(blocks)
         expires_s = now_s + self._config.held_s
-        if not blocks:
-            return ()
-        if blocks[0] not in rows.tails and rows.put_new(whole := Run(ROOT, tuple(blocks)), expires_s):
-            if any(blocks[0] in others.tails for others in owner.tiers.values() if others is not rows):
-                self._refresh(engine_id, owner, blocks, now_s)
-            return (whole,)
-        for tail in rows.with_any(blocks):
-            if rows.rows[tail].expires_s <= now_s:  # its time is over: it counts as new again
-                rows.remove(tail)
-        self._refresh(engine_id, owner, blocks, now_s)
-        runs = unknown_runs(blocks, rows.tails.__contains__)
-        for run in runs:
-            rows.put(run, expires_s)
-        return runs
+        if not spans and not any(other.rows for other in owner.tiers.values() if other is not rows):
+            return rows.put_missing(blocks, spans, expires_s)
+        over = {span.tail for span in spans if rows.rows[span.tail].expires_s <= now_s}
+        for tail in over:  # its time is over: it counts as new again
+            rows.discard(tail)
+        spans = [span for span in spans if span.tail not in over]
+        held = {tier: other.spans(blocks) for tier, other in owner.tiers.items() if other is not rows and other.rows}
+        self._touch(engine_id, owner, {tier: spans, **held}, now_s)
+        return rows.put_missing(blocks, spans, expires_s)
 
     def _trim(self, engine_id: EngineId, owner: Owner, tier: Tier) -> None:
         rows = owner.tiers[tier]
-        while len(rows.tails) > self._config.max_blocks_per_engine:
-            tail, row = next(iter(rows.rows.items()))
-            self._note(engine_id, owner.epoch, log.cut(tier, tail, row.run.blocks[0]))
-            rows.remove(tail)
+        while rows.blocks > self._config.max_blocks_per_engine:
+            tail = next(iter(rows.rows))
+            self._note(engine_id, owner.epoch, log.cut(tier, tail, rows.discard(tail).blocks[0]))
 
     def _cut(self, engine_id: EngineId, owner: Owner, tier: Tier, lost: frozenset[bytes]) -> None:
         rows = owner.tiers[tier]
-        for tail in rows.with_any(lost):
+        for tail in rows.with_any(lost) if rows.rows else ():
             if (row := rows.rows.get(tail)) is not None:
-                first = next((block for block in row.run.blocks if block in lost), None)
+                first = next(filter(lost.__contains__, row.run.blocks), None)
                 if first is not None:
                     self._note(engine_id, owner.epoch, log.cut(tier, tail, first))
                     rows.cut(tail, lost)
 
     def _refresh(self, engine_id: EngineId, owner: Owner, blocks: Sequence[bytes], now_s: float) -> None:
+        self._touch(
+            engine_id, owner, {tier: rows.spans(blocks) for tier, rows in owner.tiers.items() if rows.rows}, now_s
+        )
+
+    def _touch(self, engine_id: EngineId, owner: Owner, held: Mapping[Tier, Sequence[Span]], now_s: float) -> None:
+        """Let live on what is held of a chain, unbroken from its root, on every tier that has any of it."""
         held_s = self._config.held_s
-        held = {tier: rows for tier, rows in owner.tiers.items() if rows.tails}
-        if len(held) == 1:
-            [only] = held.values()
-            hit = list(takewhile(only.tails.__contains__, blocks))
-        else:
-            hit = list(takewhile(lambda block: any(block in rows.tails for rows in held.values()), blocks))
-        for tier, rows in held.items():
+        hit = reach(sorted(span for spans in held.values() for span in spans))
+        for tier, spans in held.items():
+            rows = owner.tiers[tier]
             old = [
                 tail
-                for tail in rows.with_any(hit)
-                if rows.rows[tail].expires_s > now_s and needs_refresh(rows.rows[tail].expires_s, now_s, held_s)
+                for start, _, tail in spans
+                if start < hit
+                and rows.rows[tail].expires_s > now_s
+                and needs_refresh(rows.rows[tail].expires_s, now_s, held_s)
             ]
             for tail in old:
                 rows.touch(tail, now_s + held_s)
@@ -284,13 +285,14 @@ class MemoryOwnership:
     def _tell(self, engine_id: EngineId, owner: Owner, run: Run, now_s: float) -> bytes:
         """Others are told of a pending run once, however many claims wait for it."""
         expires_s = now_s + self._config.pending_s
-        told = owner.told.get(run.tail)
+        tail = run.tail
+        told = owner.told.get(tail)
         if told is None or told.expires_s <= now_s:
-            owner.told[run.tail] = ToldRun(run, 1 + (told.claims if told else 0), expires_s)
-            self._note(engine_id, owner.epoch, log.claim(run, log.duration_ms(expires_s, now_s)))
+            owner.told[tail] = ToldRun(run, 1 + (told.claims if told else 0), expires_s)
+            self._note(engine_id, owner.epoch, log.claim(run, self._pending_ms))
         else:
             told.claims += 1
-        return run.tail
+        return tail
 
     def _untell(self, claimed: Claim) -> None:
         """A claim has ended: what it alone waited for is pending no longer."""
@@ -305,12 +307,3 @@ class MemoryOwnership:
     def _note(self, engine_id: EngineId, epoch: int, op: log.Op) -> None:
         if self._changed is not None:
             self._changed(engine_id, epoch, op)
-
-
-def _likely_new(held: Container[bytes], blocks: tuple[bytes, ...]) -> Run | None:
-    """The end of a chain that is not held, found as if what is held were an unbroken run from its root.
-
-    Good enough for a promise, and it spares a look-up for each block: what is held is looked at when it is confirmed.
-    """
-    new = bisect_left(blocks, True, key=lambda block: block not in held)
-    return Run(blocks[new - 1] if new else ROOT, blocks[new:]) if new < len(blocks) else None

@@ -146,8 +146,7 @@ class OwnershipMirror(MemoryOwnership):
         for tail in tuple(owner.promises):
             self._unpromise(engine_id, owner, tail)
         for rows in owner.tiers.values():
-            rows.rows.clear()
-            rows.tails.clear()
+            rows.clear()
         if had_any and self._listener is not None:
             self._listener.cleared(engine_id)
         return True
@@ -230,7 +229,7 @@ class OwnershipMirror(MemoryOwnership):
         """Keep the engine within its bound, a quarter more aside, after others have written much of it."""
         if (owner := self._owners.get(engine_id)) is not None and owner.begun:
             for tier, rows in owner.tiers.items():
-                if len(rows.tails) > self._config.max_blocks_per_engine * 5 // 4:
+                if rows.blocks > self._config.max_blocks_per_engine * 5 // 4:
                     self._trim(engine_id, owner, tier)
 
     def expire(self, now_s: float) -> int:

@@ -40,7 +40,7 @@ class Batch:
 
     @property
     def size_bytes(self) -> int:
-        return sum(op.size_bytes for op in self.ops)
+        return sum([op.size_bytes for op in self.ops])
 
 
 @dataclass(slots=True)
@@ -48,7 +48,8 @@ class Lane:
     """One engine. `number` 0: no boot is known in Redis. `outdated`: our epoch is not its current boot.
 
     `settled`: Redis has said that our epoch is its current boot `number`. `begun_before`: the number to claim again
-    after a loss of data. `again`: rows that are to be written anew, since operations had to be dropped.
+    after a loss of data. `again`: rows that are to be written anew, since operations had to be dropped. `tidy_s`: when
+    the next batch may have Redis clear out what has expired.
     """
 
     engine_id: EngineId
@@ -68,6 +69,7 @@ class Lane:
     queue_applied: int = 0
     evicted: dict[Tier, set[bytes]] = field(default_factory=dict)
     recut: dict[tuple[Tier, bytes], bytes] = field(default_factory=dict)
+    tidy_s: float = 0.0
 
     @property
     def unsettled(self) -> bool:
@@ -102,7 +104,7 @@ class Lane:
 
     def read_back(self, number: int) -> Batch | None:
         """One of our batches came back in the log; what came before it is not coming any more. None: it came before."""
-        if not any(batch.number == number for batch in self.unread):
+        if number not in [batch.number for batch in self.unread]:
             return None
         while (batch := self.unread.popleft()).number != number:
             pass

@@ -38,6 +38,8 @@ _LAST_FLUSH_S = 0.5
 _QUEUE_BYTES, _FLUSH_BYTES, _BATCH_BYTES = 4 << 20, 1 << 20, 128 << 10
 _LOG_KEEP_MS = 10_000
 """Twice what a snapshot takes, several times over: followers who are further behind read rows, not entries."""
+_TIDY_S = 0.3
+"""How often the batches of an engine have Redis clear out rows whose time is over."""
 _REPORT_S, _REPORT_KEEP_MS = 1.0, 10_000
 
 
@@ -75,7 +77,10 @@ class RedisOwnership:
         self._boot_script = load_script("routing", "boot")
         self._write_script = load_script("routing", "write")
         self._report_script = load_script("routing", "report")
-        self._new_db_epoch = token_hex(8)
+        rows_ms = int(2000 * max(self._config.held_s, self._config.pending_s))
+        new_db_epoch = token_hex(8).encode()
+        self._write_args = tuple((b"%d" % _LOG_KEEP_MS, b"%d" % rows_ms, b"%d" % tidy, new_db_epoch) for tidy in (0, 1))
+        self._names: dict[EngineId, tuple[int, tuple[bytes, ...]]] = {}
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -235,20 +240,25 @@ class RedisOwnership:
         return fine
 
     def _write_call(self, lane: Lane, batch: Batch) -> ScriptCall:
-        engine_id, number = lane.engine_id, lane.number
-        shard = shard_of(engine_id)
-        keys = (
-            self._keys.head(shard),
-            self._keys.log(shard),
-            self._keys.epochs(shard),
-            self._keys.runs(engine_id, number),
-            self._keys.expiry(engine_id, number),
-            self._keys.pending(engine_id, number),
-        )
-        rows_ms = int(2000 * max(self._config.held_s, self._config.pending_s))
-        ops = log.pack_ops(batch.ops)
-        args = (self._replica, batch.number, engine_id, number, _LOG_KEEP_MS, rows_ms, self._new_db_epoch, ops)
-        return ScriptCall(self._write_script, keys, args)
+        name = log.batch_name(self._replica, batch.number, lane.number, lane.engine_id)
+        now_s = self._clock()
+        tidy = now_s >= lane.tidy_s
+        if tidy:
+            lane.tidy_s = now_s + _TIDY_S
+        args = (name, *self._write_args[tidy], log.pack_ops(batch.ops))
+        return ScriptCall(self._write_script, self._written_keys(lane.engine_id, lane.number), args)
+
+    def _written_keys(self, engine_id: EngineId, number: int) -> tuple[bytes, ...]:
+        known = self._names.get(engine_id)
+        if known is None or known[0] != number:
+            shard = shard_of(engine_id)
+            of_shard = (self._keys.head(shard), self._keys.log(shard), self._keys.epochs(shard))
+            known = self._names[engine_id] = (number, (*of_shard, *self._row_keys(engine_id, number)))
+        return known[1]
+
+    def _row_keys(self, engine_id: EngineId, number: int) -> tuple[bytes, ...]:
+        keys = self._keys
+        return keys.runs(engine_id, number), keys.expiry(engine_id, number), keys.pending(engine_id, number)
 
     def _written(self, lane: Lane, batch: Batch, reply: Sequence[Any]) -> None:
         if int(reply[0]) <= 0:  # it knows a newer boot, or ours by another number, or it has lost it
@@ -300,9 +310,8 @@ class RedisOwnership:
             self._entries.outdate(lane, number)
         self._reader.read(lane.engine_id, write=lane.again)
         if before and before != number:
-            names = (self._keys.runs, self._keys.expiry, self._keys.pending)
             try:
-                await self._link.command("UNLINK", *(name(lane.engine_id, before) for name in names))
+                await self._link.command("UNLINK", *self._row_keys(lane.engine_id, before))
             except RedisTrouble:
                 return False  # they go by themselves when their time is over
         return True

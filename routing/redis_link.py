@@ -152,6 +152,11 @@ class Link:
         return self._state
 
     @property
+    def is_trying(self) -> bool:
+        """Whether the first try has not ended yet."""
+        return not self._tried.is_set()
+
+    @property
     def is_cluster(self) -> bool:
         return self._topology.is_cluster
 

@@ -1,56 +1,63 @@
 -- Applies a batch of operations to one boot of one engine, and logs it. The layout of operations: ownership_log.py.
 --
 -- KEYS 1 head HASH, 2 log STREAM, 3 epochs HASH, 4 runs HASH, 5 expiry ZSET, 6 pending ZSET
--- ARGV 1 writer, 2 its number for this batch, 3 engine, 4 number of the boot, 5 how long log entries are kept (ms),
---      6 how long the rows of an engine that nobody writes to are kept (ms), 7 random text, the db_epoch of a data set
---      that has none yet, 8 operations
+-- ARGV 1 'writer, its number for this batch, number of the boot, engine', by spaces, 2 how long log entries are kept
+--      (ms), 3 how long the rows of an engine that nobody writes to are kept (ms), 4 '1': clear out what has expired,
+--      5 random text, the db_epoch of a data set that has none yet, 6 operations
 -- Returns {1, number, seq, db_epoch, cuts that found nothing, tails that PROMOTE or TOUCH did not find...}: it is done;
 --         {0, number}: a newer boot is known, which has this number, and nothing was done;
 --         {-1, number}: this boot was never numbered here (0: none was), and nothing was done.
--- Times are of this server's clock.
+-- The entry: h = 'seq, db_epoch, id of the entry before or -', and ARGV 1, by spaces; o = ARGV 6; x = the indexes of the
+-- operations that found nothing to do, by spaces, if there are any. Times are of this server's clock.
 
+local call = redis.call
 local head, log, epochs, runs, expiry, pending = unpack(KEYS)
-local current = tonumber(redis.call('HGET', epochs, ARGV[3]) or 0)
-local number = tonumber(ARGV[4])
+local number, engine = string.match(ARGV[1], '^%S+ %d+ (%d+) (.*)$')
+local current = call('HGET', epochs, engine) or '0'
 if current ~= number then
-  return {current > number and 0 or -1, current}
+  return {tonumber(current) > tonumber(number) and 0 or -1, tonumber(current)}
 end
 
-local time = redis.call('TIME')
+local time = call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
-local seq = redis.call('HINCRBY', head, 'seq', 1)
-local data_set = redis.call('HMGET', head, 'db_epoch', 'last')
-if not data_set[1] then
-  data_set[1] = ARGV[7]
-  redis.call('HSET', head, 'db_epoch', ARGV[7])
-end
+local data_set = call('HMGET', head, 'seq', 'db_epoch', 'last')
+local seq, db_epoch = (data_set[1] or 0) + 1, data_set[2] or ARGV[5]
 
 -- The packed run of a pending row lies where it will lie when it is held on the device: most are, and then nothing moves.
 -- So it may be pending and held at once, and goes when it is neither.
 local function forget(field)
-  if not redis.call('ZSCORE', expiry, field) and not redis.call('ZSCORE', pending, field) then
-    redis.call('HDEL', runs, field)
+  if not call('ZSCORE', expiry, field) and not call('ZSCORE', pending, field) then
+    call('HDEL', runs, field)
   end
 end
 
 local function forget_expired(times)
-  local late = redis.call('ZRANGEBYSCORE', times, '-inf', now, 'LIMIT', 0, 64)
+  local late = call('ZRANGEBYSCORE', times, '-inf', now, 'LIMIT', 0, 128)
   for _, field in ipairs(late) do
-    redis.call('ZREM', times, field)
+    call('ZREM', times, field)
     forget(field)
   end
 end
 
 local function until_ms(field)
-  local score = tonumber(redis.call('ZSCORE', expiry, field) or 0)
+  local score = tonumber(call('ZSCORE', expiry, field) or 0)
   return score > now and score
 end
 
 local function hold(field, packed, expires)
-  if not until_ms(field) or redis.call('HSTRLEN', runs, field) < #packed then
-    redis.call('HSET', runs, field, packed)
+  if call('HSETNX', runs, field, packed) == 0
+      and (not until_ms(field) or call('HSTRLEN', runs, field) < #packed) then
+    call('HSET', runs, field, packed)
   end
-  redis.call('ZADD', expiry, 'GT', expires, field)
+  call('ZADD', expiry, 'GT', expires, field)
+end
+
+local ends = {}
+local function after(ttl) -- as text, which is dear to make of so large a number
+  if not ends[ttl] then
+    ends[ttl] = string.format('%.0f', now + ttl)
+  end
+  return ends[ttl]
 end
 
 local function aligned(packed, block)
@@ -66,29 +73,30 @@ local apply = {}
 
 function apply.c(place, ttl, packed)
   local field = 'd' .. string.sub(packed, -16)
-  if not until_ms(field) and redis.call('HSTRLEN', runs, field) < #packed then
-    redis.call('HSET', runs, field, packed)
+  if call('HSETNX', runs, field, packed) == 0
+      and not until_ms(field) and call('HSTRLEN', runs, field) < #packed then
+    call('HSET', runs, field, packed)
   end
-  redis.call('ZADD', pending, 'GT', now + ttl, field)
+  call('ZADD', pending, 'GT', after(ttl), field)
   return true
 end
 
 function apply.h(place, ttl, packed)
-  hold(place .. string.sub(packed, -16), packed, now + ttl)
+  hold(place .. string.sub(packed, -16), packed, after(ttl))
   return true
 end
 
 function apply.p(place, ttl, tail)
   local field = 'd' .. tail
-  if redis.call('ZREM', pending, field) == 1 and redis.call('HEXISTS', runs, field) == 1 then
+  if call('ZREM', pending, field) == 1 and call('HEXISTS', runs, field) == 1 then
     if place == 'd' then
-      redis.call('ZADD', expiry, 'GT', now + ttl, field)
+      call('ZADD', expiry, 'GT', after(ttl), field)
     else
-      hold(place .. tail, redis.call('HGET', runs, field), now + ttl)
+      hold(place .. tail, call('HGET', runs, field), after(ttl))
       forget(field)
     end
   elseif until_ms(place .. tail) then
-    redis.call('ZADD', expiry, 'GT', now + ttl, place .. tail)
+    call('ZADD', expiry, 'GT', after(ttl), place .. tail)
   else
     missing[#missing + 1] = tail
     return false
@@ -97,7 +105,7 @@ function apply.p(place, ttl, tail)
 end
 
 function apply.d(place, ttl, tail)
-  local was_there = redis.call('ZREM', pending, 'd' .. tail) == 1
+  local was_there = call('ZREM', pending, 'd' .. tail) == 1
   forget('d' .. tail)
   return was_there
 end
@@ -107,7 +115,7 @@ function apply.t(place, ttl, tails)
   for at = 1, #tails, 16 do
     local tail = string.sub(tails, at, at + 15)
     if until_ms(place .. tail) then
-      redis.call('ZADD', expiry, 'GT', now + ttl, place .. tail)
+      call('ZADD', expiry, 'GT', after(ttl), place .. tail)
       any = true
     else
       missing[#missing + 1] = tail
@@ -118,12 +126,12 @@ end
 
 function apply.x(place, ttl, names)
   local field = place .. string.sub(names, 1, 16)
-  local expires, packed = until_ms(field), redis.call('HGET', runs, field)
+  local expires, packed = until_ms(field), call('HGET', runs, field)
   if not expires or not packed then
     lost_cuts = lost_cuts + 1
     return false
   end
-  redis.call('ZREM', expiry, field)
+  call('ZREM', expiry, field)
   forget(field)
   local at = aligned(packed, string.sub(names, 17))
   if at and at > 17 then
@@ -134,16 +142,18 @@ function apply.x(place, ttl, names)
 end
 
 apply['0'] = function()
-  redis.call('UNLINK', runs, expiry, pending)
+  call('UNLINK', runs, expiry, pending)
   return true
 end
 
-forget_expired(expiry)
-forget_expired(pending)
-local at, index = 1, 0
-while at <= #ARGV[8] do
+if ARGV[4] == '1' then
+  forget_expired(expiry)
+  forget_expired(pending)
+end
+local ops, at, index = ARGV[6], 1, 0
+while at <= #ops do
   local kind, place, ttl, data
-  kind, place, ttl, data, at = struct.unpack('>c1c1I4I4c0', ARGV[8], at)
+  kind, place, ttl, data, at = struct.unpack('>c1c1I4I4c0', ops, at)
   if not apply[kind](place, ttl, data) then
     void[#void + 1] = index
   end
@@ -151,13 +161,17 @@ while at <= #ARGV[8] do
 end
 
 -- MINID ~ drops whole nodes of the stream only, which is cheap.
-local id = redis.call('XADD', log, 'MINID', '~', now - ARGV[5], '*', 's', seq, 'd', data_set[1], 'p', data_set[2] or '',
-  'w', ARGV[1], 'b', ARGV[2], 'e', ARGV[3], 'n', ARGV[4], 'x', table.concat(void, ' '), 'o', ARGV[8])
-redis.call('HSET', head, 'last', id)
-if seq % 8 == 1 then -- often enough: the log of a shard where nothing happens any more goes
-  redis.call('PEXPIRE', log, 2 * ARGV[5])
+local name = string.format('%.0f', seq) .. ' ' .. db_epoch .. ' ' .. (data_set[3] or '-') .. ' ' .. ARGV[1]
+local entry = {'XADD', log, 'MINID', '~', string.format('%.0f', now - ARGV[2]), '*', 'h', name, 'o', ops}
+if #void > 0 then
+  entry[#entry + 1] = 'x'
+  entry[#entry + 1] = table.concat(void, ' ')
 end
-redis.call('PEXPIRE', runs, ARGV[6])
-redis.call('PEXPIRE', expiry, ARGV[6])
-redis.call('PEXPIRE', pending, ARGV[6])
-return {1, current, seq, data_set[1], lost_cuts, unpack(missing)}
+call('HSET', head, 'seq', string.format('%.0f', seq), 'last', call(unpack(entry)), 'db_epoch', db_epoch)
+if seq % 8 == 1 then -- often enough: the log of a shard where nothing happens any more goes
+  call('PEXPIRE', log, 2 * ARGV[2])
+end
+call('PEXPIRE', runs, ARGV[3])
+call('PEXPIRE', expiry, ARGV[3])
+call('PEXPIRE', pending, ARGV[3])
+return {1, tonumber(current), seq, db_epoch, lost_cuts, unpack(missing)}

@@ -22,7 +22,7 @@ from engines.tasks import running, spawn
 from routing import embedded_redis
 from routing.embedded_redis import EmbeddedRedis, EmbeddedRedisError, Found, find_server
 from routing.redis_link import Link
-from tests.redis_servers import server_binary, version_of
+from tests.redis_servers import server_binary, version_of, wait_until
 
 ROOT = Path(__file__).parents[2]
 WITHIN_S = 10.0
@@ -113,7 +113,7 @@ async def test_it_is_private_bounded_and_keeps_nothing(found: Found, place: Path
         await link.stop()
         members = group_of(server.pid)
         assert len(members) == 2
-    assert not any(alive(pid) for pid in members)
+    wait_until(lambda: not any(map(alive, members)), 2.0, "no process of it is left")
     assert listed(place) == []
 
 

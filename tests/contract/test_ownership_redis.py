@@ -10,7 +10,7 @@ import pytest
 
 from routing.ownership import Keys, OwnershipConfig, RowState, Tier, shard_of
 from routing.ownership_inspect import inspect
-from routing.ownership_log import clear, pack_ops
+from routing.ownership_log import batch_name, clear, pack_ops
 from routing.redis_link import ScriptCall, load_script
 from tests.contract.ownership_replicas import P0, P1, a_fleet, alike, chain, replica, until
 from tests.redis_servers import RedisServer, single
@@ -203,7 +203,7 @@ async def test_the_script_itself_refuses_other_boots_and_changes_nothing(server:
         for wrong, code in ((number - 1, 0), (number + 1, -1)):
             names = (keys.head(shard), keys.log(shard), keys.epochs(shard))
             rows = (keys.runs(P0, wrong), keys.expiry(P0, wrong), keys.pending(P0, wrong))
-            args = ("late", 1, P0, wrong, 10_000, 10_000, "x", pack_ops([clear()]))
+            args = (batch_name("late", 1, wrong, P0), 10_000, 10_000, 1, "x", pack_ops([clear()]))
             reply = await one.link.run(ScriptCall(load_script("routing", "write"), (*names, *rows), args))
             assert reply == [code, number]
         again = await inspect(one.link, keys)

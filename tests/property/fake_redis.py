@@ -128,21 +128,21 @@ class FakeRedis:
 
     def write(self, keys: Sequence[bytes], args: Sequence[Any]) -> Any:
         head_key, log_key, epochs_key, *row_keys = keys
-        writer, batch, engine, number, _, _, db_epoch, ops = args
-        current = self.keys.get(epochs_key, {}).get(engine, 0)
+        name, _, _, _, db_epoch, ops = args
+        _, _, number, engine = name.decode().split(" ", 3)
+        current, number = self.keys.get(epochs_key, {}).get(engine, 0), int(number)
         if current != number:
             return [0 if current > number else -1, current]
-        head = self.keys.setdefault(head_key, {"db_epoch": db_epoch.encode()})
+        head = self.keys.setdefault(head_key, {"db_epoch": db_epoch})
         head["seq"] = head.get("seq", 0) + 1
         rows = _Rows(self.now_ms(), *(self.keys.setdefault(key, {}) for key in row_keys))
         void = [index for index, op in enumerate(log.unpack_ops(ops)) if not rows.apply(op)]
         self.entries += 1
         entry_id = b"%d-%d" % (self.now_ms(), self.entries)
-        fields = {
-            b"s": b"%d" % head["seq"], b"d": head["db_epoch"], b"p": head.get("last", b""), b"w": writer.encode(),
-            b"b": b"%d" % batch, b"e": engine.encode(), b"n": b"%d" % number,
-            b"x": " ".join(map(str, void)).encode(), b"o": ops,
-        }  # fmt: skip
+        before = head.get("last", b"-")
+        fields = {b"h": b"%d %s %s %s" % (head["seq"], head["db_epoch"], before, name), b"o": ops}
+        if void:
+            fields[b"x"] = " ".join(map(str, void)).encode()
         head["last"] = entry_id
         self.keys.setdefault(log_key, []).append((entry_id, fields))
         return [1, current, head["seq"], head["db_epoch"], rows.lost_cuts, *rows.missing]

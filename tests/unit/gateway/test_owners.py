@@ -73,7 +73,7 @@ def test_a_broken_promise_leaves_nothing() -> None:
     at, store = owners()
     claim = at.promise(view(), request(), 0.0)
     assert at.match(request())[P0].pending_blocks == len(BLOCKS)
-    at.broken(view(), request(), claim, same_boot=True)
+    at.broken(view(), request(), claim)
     assert at.match(request()) == {}
     assert list(store.snapshot(0.0)) == []
 
@@ -201,3 +201,79 @@ def test_what_others_do_goes_to_the_index_alone() -> None:
     at.unpromised(P0, BLOCKS[6:])
     assert at.match(request())[P0].pending_blocks == 6
     assert list(store.snapshot(0.0)) == []
+
+
+def test_while_an_engine_is_doubted_the_index_is_told_nothing_of_our_boot() -> None:
+    at, _ = owners()
+    keep(at)
+    before = at.promise(view(), request(BLOCKS[:2]), 0.0)
+    at.cleared(P0)
+    at.restart_seen(P0)
+    assert at.is_doubted(P0)
+    under_way = at.promise(view(), request(), 0.0)
+    keep(at, BLOCKS[:5])
+    at.engine_held(P0, 1, BLOCKS, Tier.DEVICE)
+    assert at.match(request()) == {}
+    at.held(P0, Run(b"", BLOCKS[:3]), Tier.DEVICE)
+    at.note(view(2, replace(FACTS, boot_fingerprint="b2")), 0.0)
+    at.kept(view(), request(), under_way, 0.0, 0, None)
+    at.broken(view(), request(BLOCKS[:2]), before)
+    hit = at.match(request())[P0]
+    assert (hit.held_blocks, hit.pending_blocks) == (3, 3)
+
+
+def test_a_promise_of_before_a_flush_takes_nothing_from_one_after_it() -> None:
+    at, _ = owners()
+    old = at.promise(view(), request(), 0.0)
+    at.engine_cleared(P0, 1)
+    new = at.promise(view(), request(), 0.0)
+    at.broken(view(), request(), old)
+    assert at.match(request())[P0].pending_blocks == len(BLOCKS)
+    at.broken(view(), request(), new)
+    assert at.match(request()) == {}
+    assert at._promised == {}
+
+
+def test_what_was_dispatched_before_a_flush_is_not_held_after_it() -> None:
+    at, store = owners()
+    claim = at.promise(view(), request(), 0.0)
+    at.engine_cleared(P0, 1)
+    at.kept(view(), request(), claim, 0.0, 0, None)
+    assert at.match(request()) == {}
+    assert store.owners(BLOCKS, 0.0) == {}
+
+
+def test_a_miss_tells_others_of_this_chain_alone() -> None:
+    at, store = owners()
+    old = tuple(b"o%d" % number + b"." * 14 for number in range(3))
+    keep(at, old)
+    keep(at)
+    keep(at, predicted=len(BLOCKS) * BLOCK_TOKENS, cached=BLOCK_TOKENS)
+    assert held(at, old) == 0, "it was used before what is gone"
+    assert store.owners(old, 0.0) == {P0: 3}, "nobody saw that"
+
+
+def test_where_events_are_followed_a_miss_ends_this_chain_and_no_other() -> None:
+    at, store = owners()
+    old = tuple(b"o%d" % number + b"." * 14 for number in range(3))
+    keep(at, old)
+    keep(at)
+    at.events_live(P0, True)
+    claim = at.promise(view(), request(), 0.0)
+    told: list[bytes] = []
+    at.index.add_held = lambda *_: None  # type: ignore[method-assign]
+    store.evict = lambda engine, epoch, blocks, tier=None: told.extend(blocks)  # type: ignore[method-assign]
+    at.kept(view(), request(), claim, 0.0, len(BLOCKS) * BLOCK_TOKENS, BLOCK_TOKENS)
+    assert (held(at), held(at, old)) == (1, 3)
+    assert told == list(BLOCKS[1:])
+
+
+def test_events_bound_every_tier() -> None:
+    at, _ = owners()
+    at.note(view(), 0.0)
+    at.events_live(P0, True)
+    at.note(view(), 0.0)
+    many = tuple(number.to_bytes(16, "big") for number in range(1, 20_001))
+    for tier in Tier:
+        at.engine_held(P0, 1, many, tier)
+        assert at.index.held_blocks(P0, tier) == 20_000

@@ -98,6 +98,13 @@ def test_a_row_that_begins_inside_another_shares_its_blocks() -> None:
     assert rows.remove(D) == [A, B, D]
 
 
+def test_a_row_shares_its_blocks_with_one_that_was_put_later_and_begins_before_it() -> None:
+    rows = rows_of(run("ab"), run("abce", 2), run("abcd", 1))
+    assert rows.remove(block("abce")) == [block("abce")]
+    rows = rows_of(run("ab"), run("abce", 2), run("abcd", 1))
+    assert set(rows.with_any(frozenset([block("abce"), C]))) == {block("abce"), D}
+
+
 def test_of_two_rows_with_one_tail_the_longer_stays() -> None:
     rows = TierRows()
     assert rows.put(Run(A, (B, C)), 10.0)
