@@ -28,7 +28,8 @@ RUN_BLOCKS = 188
 MILLION = 1_000_000
 ENGINES = [EngineId(f"http://10.0.0.{index}:30000") for index in range(16)]
 RATE, LOAD_S, ROUNDS = 700, 2.0, 5
-CONFIG = OwnershipConfig(max_blocks_per_engine=100_000)
+ROOMY = OwnershipConfig(max_blocks_per_engine=1_000_000)
+DEFAULT = OwnershipConfig()
 
 
 class Silent:
@@ -45,10 +46,10 @@ class Silent:
 class Replica:
     """One store with a link of its own."""
 
-    def __init__(self, url: str, name: str) -> None:
+    def __init__(self, url: str, name: str, config: OwnershipConfig = ROOMY) -> None:
         self.link = Link(url, spawn, lambda _: None)
         clock = asyncio.get_running_loop().time
-        self.store = RedisOwnership(self.link, Keys("bench", "b"), spawn, clock, name, lambda _: True, CONFIG)
+        self.store = RedisOwnership(self.link, Keys("bench", "b"), spawn, clock, name, lambda _: True, config)
         self.store.listen(Silent())
 
     async def start(self) -> Replica:
@@ -136,26 +137,38 @@ async def fill(server: RedisServer) -> None:
 async def load(server: RedisServer) -> None:
     """New prompts at a steady rate over 8 engines, with one replica: CPU; then with two: delay."""
     replica = await Replica(server.url, "loaded").start()
+    await record(server, replica, 0.05, "recording a new 12 K-token prompt, claimed and confirmed 50 ms later", 10)
+    await record(server, replica, 0.25, "the same, confirmed 250 ms later: others were told of the claim", 20)
+    await delay(server, replica, 20)
+    await replica.stop()
+    full = await Replica(server.url, "full", DEFAULT).start()
+    await record(
+        server, full, 0.05, "the same as the first, on engines that are full: each prompt ends another's run", 30
+    )
+    await full.stop()
+
+
+async def record(server: RedisServer, replica: Replica, after_s: float, what: str, seed: int) -> None:
     for engine_id in ENGINES[:8]:
-        replica.store.begin(engine_id, 1, "boot")
+        replica.store.begin(engine_id, seed, f"boot {seed}")
     await settled(replica.store)
     rounds = []
     for number in range(ROUNDS):
-        idle = await cpu_of(server, 0, replica, Random(100 + number))
-        used = await cpu_of(server, int(RATE * LOAD_S), replica, Random(100 + number))
+        idle = await cpu_of(server, 0, replica, seed, Random(seed + number), after_s)
+        used = await cpu_of(server, int(RATE * LOAD_S), replica, seed, Random(seed + number), after_s)
         rounds.append([(busy - rest) / int(RATE * LOAD_S) * 1e6 for busy, rest in zip(used, idle, strict=True)])
     for here, calls, there in rounds:
         print(
             f"  a prompt: client {here:.0f} us ({calls:.0f} of them claim and confirm themselves), Redis {there:.0f} us"
         )
     median = statistics.median(here + there for here, _, there in rounds)
-    print(f"recording a new 12 K-token prompt: {median:.0f} us of CPU (<= 200; median of {ROUNDS}, {RATE} prompts/s)")
-    await delay(server, replica)
-    await replica.stop()
+    print(f"{what}: {median:.0f} us of CPU (<= 200; median of {ROUNDS}, {RATE} prompts/s)")
 
 
-async def cpu_of(server: RedisServer, prompts: int, replica: Replica, rng: Random) -> tuple[float, float, float]:
-    """CPU while prompts are claimed, as they are made, and confirmed 50 ms later.
+async def cpu_of(
+    server: RedisServer, prompts: int, replica: Replica, epoch: int, rng: Random, after_s: float
+) -> tuple[float, float, float]:
+    """CPU while prompts are claimed, as they are made, and confirmed `after_s` later.
 
     Of this process without making them, of the calls alone, and of the server.
     """
@@ -165,29 +178,29 @@ async def cpu_of(server: RedisServer, prompts: int, replica: Replica, rng: Rando
     open_claims: deque[ClaimId] = deque()
     done = 0
     began = loop.time()
-    while (passed := loop.time() - began) < LOAD_S + 0.2:
+    while (passed := loop.time() - began) < LOAD_S + after_s + 0.2:
         for _ in range(min(prompts, int(passed * RATE)) - done):
             started = time.thread_time()
             [chain] = chains(rng, 1)
             ready = time.thread_time()
-            open_claims.append(replica.store.claim_pending(ENGINES[done % 8], 1, chain, loop.time()))
+            open_claims.append(replica.store.claim_pending(ENGINES[done % 8], epoch, chain, loop.time()))
             made_s, calls_s = made_s + ready - started, calls_s + time.thread_time() - ready
             done += 1
         started = time.thread_time()
-        while open_claims and (len(open_claims) > RATE * 0.05 or done == prompts):
+        while open_claims and (len(open_claims) > RATE * after_s or done == prompts):
             replica.store.confirm(open_claims.popleft(), loop.time())
         calls_s += time.thread_time() - started
         await asyncio.sleep(0.01)
     return time.process_time() - here - made_s, calls_s, server_cpu_s(server) - there
 
 
-async def delay(server: RedisServer, writer: Replica) -> None:
+async def delay(server: RedisServer, writer: Replica, epoch: int) -> None:
     other = await Replica(server.url, "other").start()
     loop = asyncio.get_running_loop()
     delays = []
     for chain in chains(Random(7), 300):
         began = loop.time()
-        writer.store.hold(ENGINES[0], 1, chain, began)
+        writer.store.hold(ENGINES[0], epoch, chain, began)
         while not other.store.owners(chain, loop.time()):  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         delays.append(loop.time() - began)

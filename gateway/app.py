@@ -229,6 +229,7 @@ async def serve(config: Config, *, announce: bool = True) -> int:
             )
             await runner.cleanup()
             return 1
+        process.collect_rarely()
         if announce:
             _announce(config, port, gw.shared.line)
         await stop.wait()

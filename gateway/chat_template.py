@@ -19,6 +19,8 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from gateway.errors import clipped
+
 # In the order in which SGLang shows them to a template; it drops what it does not know.
 _MESSAGE_FIELDS = (
     *("role", "content", "tool_call_id", "name", "phase", "reasoning_content"),
@@ -39,6 +41,7 @@ _RESERVED_KWARGS = frozenset(
 )
 """Names that mean something to transformers itself: what comes of them in `chat_template_kwargs` is not ours to say."""
 _JSON_TYPES = frozenset({"string", "number", "integer", "boolean", "object", "array", "null"})
+_MAX_REASON_CHARS = 200
 
 
 class Unrendered(Exception):
@@ -86,7 +89,8 @@ class ChatTemplate:
         try:
             return self._template.render(messages=messages, tools=tools, add_generation_prompt=True, **names)
         except Exception as error:  # a template is a program of its own, and fails as programs do
-            raise Unrendered(f"the chat template refuses it: {error}") from error
+            # What it says may hold all of the client's text.
+            raise Unrendered(f"the chat template refuses it: {clipped(str(error), _MAX_REASON_CHARS)}") from error
 
 
 # ---- the environment -------------------------------------------------------------------------------------------------
@@ -163,26 +167,33 @@ def _message(given: Mapping[str, Any]) -> dict[str, Any]:
         raise Unrendered("a role that SGLang does not know")
     message = {name: given.get(name) for name in _MESSAGE_FIELDS}
     message["role"] = role.lower()
-    if message["tools"]:
-        message["tools"] = [_tool(tool) for tool in message["tools"]]
+    if message["tools"] is not None:
+        message["tools"] = _each("tools", message["tools"], _tool)
     if message["tool_calls"] is not None:
         parse = message["role"] == "assistant"
-        message["tool_calls"] = [_tool_call(call, parse) for call in message["tool_calls"]]
+        message["tool_calls"] = _each("tool_calls", message["tool_calls"], lambda call: _tool_call(call, parse))
     return message
 
 
-def _tool_call(given: Any, parse: bool) -> dict[str, Any]:
+def _each(name: str, given: Any, shown: Callable[[Any], dict[str, Any]]) -> list[dict[str, Any]]:
+    """What each of a list is shown as; raises Unrendered where it is none, or one of it is not as SGLang wants it."""
     try:
-        function = given["function"]
-        arguments = function.get("arguments")
-        if parse and isinstance(arguments, str):
-            arguments = orjson.loads(arguments)
-            if not isinstance(arguments, dict):
-                raise TypeError("no object")
-        call = {"id": given.get("id"), "index": given.get("index"), "type": given.get("type", "function")}
-        return {**call, "function": {"name": function.get("name"), "arguments": arguments}}
+        if not isinstance(given, list):
+            raise TypeError("no list")
+        return [shown(each) for each in given]
     except (KeyError, TypeError, AttributeError, orjson.JSONDecodeError) as error:
-        raise Unrendered("tool_calls that SGLang refuses") from error
+        raise Unrendered(f"{name} that SGLang refuses") from error
+
+
+def _tool_call(given: Any, parse: bool) -> dict[str, Any]:
+    function = given["function"]
+    arguments = function.get("arguments")
+    if parse and isinstance(arguments, str):
+        arguments = orjson.loads(arguments)
+        if not isinstance(arguments, dict):
+            raise TypeError("no object")
+    call = {"id": given.get("id"), "index": given.get("index"), "type": given.get("type", "function")}
+    return {**call, "function": {"name": function.get("name"), "arguments": arguments}}
 
 
 def _content_shown(message: dict[str, Any], shows_parts: bool) -> dict[str, Any]:
@@ -206,7 +217,7 @@ def _parts(content: Sequence[Any]) -> Iterator[dict[str, Any]]:
             yield {"type": "text", "text": part["text"]}
         elif kind == "tool_reference":
             yield {"type": kind, "name": part.get("name")}
-        elif kind not in _SILENT_PARTS:
+        elif not isinstance(kind, str) or kind not in _SILENT_PARTS:
             raise Unrendered("it has parts that only the engine can turn into tokens")
 
 
@@ -228,13 +239,12 @@ def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     choice = body.get("tool_choice")
     if not body.get("tools") or choice == "none":
         return None
-    try:
-        tools = [_tool(tool) for tool in body["tools"]]
-        if isinstance(choice, dict):
-            wanted = choice["function"]["name"]
-            tools = [tool for tool in tools if tool["function"]["name"] == wanted]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise Unrendered("tools that SGLang refuses") from error
+    tools = _each("tools", body["tools"], _tool)
+    if isinstance(choice, dict):
+        function = choice.get("function")
+        if not isinstance(function, dict) or "name" not in function:
+            raise Unrendered("a tool_choice that SGLang refuses")
+        tools = [tool for tool in tools if tool["function"]["name"] == function["name"]]
     return tools or None
 
 

@@ -21,7 +21,7 @@ from engines.errors import UpstreamError
 from engines.tasks import spawn
 from engines.types import EngineId, EngineView, Health, Role
 from gateway.openai_api import Api
-from gateway.tokenizer import Tokenizer, Untokenized
+from gateway.tokenizer import AT_ONCE_BYTES, Tokenizer, Untokenized
 from routing.prefix import BlockKind, hash_block_tokens
 
 _log = logging.getLogger("pdgate.join")
@@ -178,8 +178,8 @@ class JoinProbe:
         assert view.facts is not None  # `_prefills` leaves others out
         model, text_fields, agreed = view.facts.model, set(), 0
         for name, body in PROBES.items():
-            ours = await _ours(tokenizer, body)
             theirs = await self._theirs(view, {"model": model, **body})
+            ours = await _ours(tokenizer, body)
             refused = isinstance(ours, str)
             if ours == theirs or (refused and theirs == _REFUSED):
                 agreed += not refused
@@ -214,7 +214,8 @@ async def _ours(tokenizer: Tokenizer, body: Mapping[str, Any]) -> array[int] | s
         except Untokenized as error:
             return str(error)
 
-    return await tokenizer.run(len(orjson.dumps(body)), ids)
+    # In a thread, however short: a template without end is found out here, where nobody waits for it.
+    return await tokenizer.run(AT_ONCE_BYTES + 1, ids)
 
 
 def _difference(name: str, ours: array[int] | str, theirs: array[int] | int) -> str:

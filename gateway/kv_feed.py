@@ -1,15 +1,15 @@
 """Feeds the decider with what prefills hold, from their KV events: one subscriber and one bridge a rank for each.
 
-Only where the prompts of the prefill's model are hashed as ids, and where this gateway has the lease of its events. A
-prefill whose events have a hole is in approximate mode: what comes is still told, and the decider is told not to rely
-on it alone. It is exact again when the prefill clears its cache or starts anew.
+Only where the prompts of the prefill's model are hashed as ids, and where this gateway has the lease of its events; one
+that it cannot use goes to another gateway. A prefill whose events have a hole is in approximate mode: what comes is
+still told, and the decider is told not to rely on it alone, until the prefill clears its cache or starts anew.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
@@ -19,20 +19,27 @@ import zmq.asyncio
 from engines.kv_events import KvBatch
 from engines.kv_subscriber import ConditionKind, KvCondition, KvSubscriber
 from engines.tasks import spawn, stop
-from engines.types import EngineId, EngineView, FleetSnapshot, KvEvent, KvEventSource, PagesRemoved, PagesStored, Role
+from engines.types import EngineId, EngineView, FleetSnapshot, KvEvent, KvEventSource, PagesCleared, Role
 from failover.shared_leases import Alone, Holder
 from routing.kv_bridge import Change, Held, KvBridge, Lost
+from routing.kv_joining import joined
 from routing.kv_ranks import RankUnion
 from routing.ownership import Tier
 
 _log = logging.getLogger("pdgate.kv_events")
 
 LOOK_EVERY_S = 0.25
+MAX_SOCKETS = 65_535
+"""Of all engines' ranks together; ZMQ's own default is 1023."""
 MAX_PAGES = 2_000_000
 """Pages that are remembered of one rank: 230 MB where a page is one token."""
 SLICE_PAGES = 512
 SLICE_TOKENS = 2048
-"""What is applied in one step of the event loop: at most so many pages, and so many tokens where pages are large."""
+STEP_S = 0.002
+"""A step of the event loop ends after so many pages (or so many tokens where pages are large), or after so long."""
+LEASE = "kv-events:"
+UNABLE_S, LEFT_TO_OTHERS_S = 10.0, 30.0
+"""Who cannot follow an engine for so long leaves it to other gateways, and asks for it again after so long."""
 
 
 class Fleet(Protocol):
@@ -113,12 +120,16 @@ class KvFeed:
         self._look_every_s = look_every_s
         self._max_pages = max_pages
         self._feeds: dict[EngineId, _Feed] = {}
+        self._asked: set[EngineId] = set()
+        """Whose leases are wanted."""
+        self._left: dict[EngineId, _Left] = {}
         self._context: zmq.asyncio.Context | None = None
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Begin to look for prefills that publish events."""
         self._context = zmq.asyncio.Context()
+        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._task = spawn(self._run(), "kv-feed")
 
     async def stop(self) -> None:
@@ -131,10 +142,14 @@ class KvFeed:
 
     def stats(self) -> dict[EngineId, FeedStats]:
         """Every prefill's feed, also of those that have none."""
-        off = FeedStats(FeedMode.OFF)
         views = self._fleet.snapshot().with_role(Role.PREFILL)
-        feeds = ((view.engine_id, self._feeds.get(view.engine_id)) for view in views)
-        return {engine_id: feed.stats() if feed is not None else off for engine_id, feed in feeds}
+        return {view.engine_id: self._stats_of(view.engine_id) for view in views}
+
+    def _stats_of(self, engine_id: EngineId) -> FeedStats:
+        if (feed := self._feeds.get(engine_id)) is not None:
+            return feed.stats()
+        left = self._left.get(engine_id)
+        return FeedStats(FeedMode.OFF, left.trouble if left is not None else "")
 
     async def _run(self) -> None:
         while True:
@@ -142,7 +157,9 @@ class KvFeed:
             await asyncio.sleep(self._look_every_s)
 
     async def _look(self) -> None:
-        wanted = {view.engine_id: view for view in self._fleet.snapshot().with_role(Role.PREFILL) if self._wants(view)}
+        now_s = asyncio.get_running_loop().time()
+        self._leave(now_s)
+        wanted = self._wanted(now_s)
         for engine_id in self._feeds.keys() - wanted.keys():
             await self._end(engine_id)
         for engine_id, view in wanted.items():
@@ -153,11 +170,30 @@ class KvFeed:
             if feed is None:
                 self._begin(view)
 
-    def _wants(self, view: EngineView) -> bool:
+    def _leave(self, now_s: float) -> None:
+        """Leave the engines that this gateway cannot follow to the others, where there are any."""
+        self._left = {engine_id: left for engine_id, left in self._left.items() if now_s < left.until_s}
+        if self._leases.alone:
+            return
+        for engine_id, feed in self._feeds.items():
+            if feed.unable_since_s is not None and now_s >= feed.unable_since_s + UNABLE_S:
+                self._left[engine_id] = _Left(now_s + LEFT_TO_OTHERS_S, feed.trouble)
+                _log.warning("%s: its KV events are left to other gateways: %s", engine_id, feed.trouble)
+
+    def _wanted(self, now_s: float) -> dict[EngineId, EngineView]:
+        """The prefills that this gateway follows: those that it could, and has the lease of."""
+        prefills = self._fleet.snapshot().with_role(Role.PREFILL)
+        able = {view.engine_id: view for view in prefills if self._publishes(view) and view.engine_id not in self._left}
+        for engine_id in self._asked - able.keys():
+            self._leases.let_go(LEASE + engine_id)
+        self._asked = set(able)
+        return {engine_id: view for engine_id, view in able.items() if self._leases.hold(LEASE + engine_id)}
+
+    def _publishes(self, view: EngineView) -> bool:
+        """Whether the prefill's events can tell what it holds of our blocks."""
         facts = view.facts
-        if facts is None or facts.kv_events is None or not facts.radix_cache or not self._hashing.is_ids(facts.model):
-            return False
-        return self._leases.hold(f"kv-events:{view.engine_id}")
+        has_events = facts is not None and facts.kv_events is not None and facts.radix_cache
+        return facts is not None and has_events and self._hashing.is_ids(facts.model)
 
     def _block_tokens(self, view: EngineView) -> int:
         assert view.facts is not None
@@ -175,6 +211,7 @@ class KvFeed:
             )
         except ValueError as error:
             feed.trouble = str(error)
+            feed.unable_since_s = asyncio.get_running_loop().time()
             _log.warning("%s: its KV events are not followed: %s", view.engine_id, error)
             return
         feed.subscriber.start()
@@ -184,6 +221,14 @@ class KvFeed:
         if feed.subscriber is not None:
             await feed.subscriber.stop()
         self._sink.events_live(engine_id, False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """An engine that is left to other gateways, and why."""
+
+    until_s: float
+    trouble: str
 
 
 class _Feed:
@@ -218,7 +263,11 @@ class _Feed:
         self._live: bool | None = None
         self._last_event_s: float | None = None
         self._counts = FeedStats(FeedMode.APPROXIMATE)
+        self._deaf: set[int] = set()
+        """Ranks that are not listened to."""
         self.trouble = ""
+        self.unable_since_s: float | None = None
+        """Since when something of the engine cannot be listened to."""
         self.subscriber: KvSubscriber | None = None
 
     def goes_on_for(self, view: EngineView, block_tokens: int) -> bool:
@@ -263,11 +312,14 @@ class _Feed:
             return
         self._last_event_s = self._loop.time()
         self._counts = replace(self._counts, batches=self._counts.batches + 1)
-        for event in what.events:
-            for part in slices(event, self._slice_pages):
-                self._apply(rank, part)
-                if part is not event:
-                    await asyncio.sleep(0)
+        pages, end_s = 0, self._loop.time() + STEP_S
+        for event in joined(what.events, self._slice_pages):
+            self._apply(rank, event)
+            pages += 0 if isinstance(event, PagesCleared) else len(event.hashes)
+            if pages >= self._slice_pages or self._loop.time() >= end_s:
+                await asyncio.sleep(0)
+                pages, end_s = 0, self._loop.time() + STEP_S
+        await asyncio.sleep(0)  # the next batch may be there already
 
     def _apply(self, rank: int, event: KvEvent) -> None:
         bridge = self._bridges[rank]
@@ -278,12 +330,12 @@ class _Feed:
             return
         if bridge.overflowed and self._exact[rank]:
             self._not_exact(rank, "more pages than are remembered")
-        if isinstance(event, PagesStored | PagesRemoved):
-            self._tell(self._union.apply(rank, changes))
-        else:
+        if isinstance(event, PagesCleared):
             self._cleared(rank)
             self._exact[rank] = True  # nothing is what it has, whatever was missed before
             self._tell_live()
+        else:
+            self._tell(self._union.apply(rank, changes))
 
     def _take_condition(self, rank: int, condition: KvCondition) -> None:
         counts, kind = self._counts, condition.kind
@@ -300,7 +352,14 @@ class _Feed:
             self._counts = replace(counts, malformed=counts.malformed + 1)
             self._not_exact(rank, condition.detail)
         elif kind is ConditionKind.NOT_LISTENING:
+            self._deaf.add(rank)
+            if self.unable_since_s is None:
+                self.unable_since_s = self._loop.time()
             self._not_exact(rank, condition.detail)
+        elif kind is ConditionKind.LISTENING:
+            self._deaf.discard(rank)
+            if not self._deaf:
+                self.unable_since_s = None
         elif kind is ConditionKind.RESTARTED:
             self._bridges[rank].reset()
             self._cleared(rank)
@@ -339,17 +398,3 @@ class _Feed:
             if live:
                 _log.info("%s: its cache is known exactly, by its KV events", self._engine_id)
             self._sink.events_live(self._engine_id, live)
-
-
-def slices(event: KvEvent, pages: int) -> Iterator[KvEvent]:
-    """The event in parts of at most `pages` pages, which together mean the same."""
-    if not isinstance(event, PagesStored | PagesRemoved) or len(event.hashes) <= pages:
-        yield event
-        return
-    for at in range(0, len(event.hashes), pages):
-        hashes = event.hashes[at : at + pages]
-        if isinstance(event, PagesRemoved):
-            yield PagesRemoved(hashes, event.medium)
-        else:
-            tokens = event.token_ids[at * event.page_tokens : (at + pages) * event.page_tokens]
-            yield replace(event, hashes=hashes, token_ids=tokens, parent=event.hashes[at - 1] if at else event.parent)

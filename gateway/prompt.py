@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from math import ceil
+from typing import Any
 
 from engines.types import EngineFacts, Role
 from gateway.candidates import BLOCK_BYTES
@@ -20,7 +21,7 @@ from gateway.context import Gateway
 from gateway.join_probe import Join, JoinProbe
 from gateway.learned import Learned
 from gateway.openai_api import Api, ParsedRequest, Unit
-from gateway.tokenizer import Tokenizer, Untokenized
+from gateway.tokenizer import AT_ONCE_BYTES, Tokenizer, Untokenized
 from routing.prefix import BlockKind, Namespace, id_blocks, root_hash, text_blocks
 from routing.types import RequestView
 
@@ -64,10 +65,26 @@ async def identify(gw: Gateway, api: Api, unit: Unit, model: str) -> Prompt:
             namespace = _unit_namespace(gw, api, unit, model, join)
             work = partial(_by_ids, gw.tokenizer, api, unit, root_hash(namespace), id_block_tokens(join.page_tokens))
             try:
-                return await gw.tokenizer.run(len(unit.prompt_bytes), work)
+                return await gw.tokenizer.run(_size_bytes(unit), work)
             except Untokenized as error:
                 why_text = str(error)
     return _by_text(gw, api, unit, model, replace(join, kind=BlockKind.TEXT, reason=why_text))
+
+
+def _size_bytes(unit: Unit) -> int:
+    """What there is to render and tokenize; only whether it is more than AT_ONCE_BYTES is sure.
+
+    The canonical prompt is not all of it: a template is shown `chat_template_kwargs` too, and parts that count there by
+    their hash. So the body's texts, names and values are counted, as far as is needed.
+    """
+    seen, left = 0, [unit.body]
+    while left and seen <= AT_ONCE_BYTES:
+        value: Any = left.pop()
+        if isinstance(value, str | list | dict):
+            seen += len(value)
+        if isinstance(value, list | dict) and seen <= AT_ONCE_BYTES:
+            left += value if isinstance(value, list) else [*value, *value.values()]
+    return max(seen, len(unit.prompt_bytes))
 
 
 def _by_ids(tokenizer: Tokenizer, api: Api, unit: Unit, root: bytes, block_tokens: int) -> Prompt:

@@ -91,7 +91,16 @@ class SharedState:
             except ValueError as error:
                 raise ConfigError(f"argument --redis-url: {error}") from None
             keys = Keys(KEY_PREFIX, fleet)
-            self.store = self._redis = RedisOwnership(self.link, keys, spawn, clock, self.replica, is_ours)
+            where = self.link.where
+            self.store = self._redis = RedisOwnership(
+                self.link,
+                keys,
+                spawn,
+                clock,
+                self.replica,
+                is_ours,
+                tell=lambda line: _log.warning("redis at %s %s", where, line),
+            )
 
     @property
     def line(self) -> str:

@@ -1,33 +1,42 @@
 """The model's own tokenizer in the gateway: the exact token ids of a prompt, as its engine will see them.
 
 Loaded from a Hugging Face folder. Long prompts are tokenized by a few threads (`tokenizers` lets go of the GIL), short
-ones at once: a hop to a thread costs more than they do.
+ones at once: a hop to a thread costs more than they do. No prompt waits for its ids for long: without them it is text.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import logging
 import os
 from array import array
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
+from threading import Thread
 from typing import Any, TypeVar
 
 import tokenizers
 
 from gateway.chat_template import ChatTemplate, Unrendered
 from gateway.config import ConfigError, TokenizerConfig
+from gateway.errors import clipped
 from gateway.openai_api import Api
+
+_log = logging.getLogger("pdgate.tokenizer")
 
 AT_ONCE_BYTES = 2048
 """Prompts up to this are tokenized on the event loop: 1 to 2 ms on a slow core. A hop to a thread is some 0.1 ms."""
 THREADS = 2
 MAX_WAITING = 32
 """Prompts that may wait for a thread; further ones go without ids."""
+DEADLINE_S = 2.0
+"""So long a prompt waits for a thread, and then so long for its ids; later it goes without them."""
+_MAX_REASON_CHARS = 200
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _MEDIA_FIELDS = ("image_data", "video_data", "audio_data", "modalities")
@@ -50,8 +59,11 @@ class Tokenizer:
         self._model = model
         self._template = template
         self._bos_id = bos_id
-        self._threads = ThreadPoolExecutor(THREADS, "tokenizer")
+        self._free = asyncio.Semaphore(THREADS)
+        self._late: set[asyncio.Future[Any]] = set()
+        """What runs for longer than DEADLINE_S: a thread cannot be stopped, and is free again only when it ends."""
         self._waiting = 0
+        self._closed = False
         self.fingerprint = fingerprint
 
     def ids(self, api: Api, body: Mapping[str, Any]) -> array[int]:
@@ -62,8 +74,15 @@ class Tokenizer:
             if any(body.get(name) is not None for name in _MEDIA_FIELDS):
                 raise Untokenized("it has parts that only the engine can turn into tokens")
             return self.text_ids(body["prompt" if api is Api.COMPLETIONS else "text"])
+        except Untokenized:
+            raise
         except Unrendered as error:
             raise Untokenized(str(error)) from error
+        except Exception as error:
+            # Wide: the body is any JSON, the template is somebody's program, `tokenizers` raises plain Exception. A
+            # prompt that none of them can take still has engines that may, so it must not become an error of ours.
+            reason = clipped(f"{type(error).__name__}: {error}", _MAX_REASON_CHARS)
+            raise Untokenized(f"it cannot be tokenized here: {reason}") from error
 
     def text_ids(self, text: str, *, plain: bool = True) -> array[int]:
         """The ids of a text; a `plain` one with what the tokenizer adds (such as BOS), which a rendered chat has."""
@@ -84,20 +103,71 @@ class Tokenizer:
         return ids
 
     async def run(self, size_bytes: int, work: Callable[[], T]) -> T:
-        """Do `work` on a prompt of this size: now, or in a thread; raises what it raises, and Untokenized."""
+        """Do `work` on a prompt of this size: now, or in a thread; raises what it raises, and Untokenized.
+
+        In a thread it may take 2 * DEADLINE_S: the wait for one, and the work.
+        """
         if size_bytes <= AT_ONCE_BYTES:
             return work()
+        if self._closed:
+            raise Untokenized("the gateway stops")
+        if len(self._late) >= THREADS:
+            raise Untokenized("the tokenizer is stuck")
         if self._waiting >= MAX_WAITING:
             raise Untokenized("too many prompts wait to be tokenized")
         self._waiting += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+            try:
+                async with asyncio.timeout(DEADLINE_S):
+                    await self._free.acquire()
+            except TimeoutError:
+                raise Untokenized(f"no thread was free to tokenize it within {DEADLINE_S:g} s") from None
+            done = self._in_thread(work)
+            await asyncio.wait({done}, timeout=DEADLINE_S)
+            if not done.done():
+                raise Untokenized(f"it was not tokenized within {DEADLINE_S:g} s")
+            return done.result()
         finally:
             self._waiting -= 1
 
     def close(self) -> None:
-        """No more prompts."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """No more prompts go to threads; those that are there are nobody's."""
+        self._closed = True
+
+    def _in_thread(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        """Start `work` in a thread that does not keep the process from ending, as those of an executor would."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[T] = loop.create_future()
+        timer = loop.call_later(DEADLINE_S, self._is_late, done)
+        done.add_done_callback(partial(self._has_ended, timer))
+        Thread(target=_do, args=(loop, done, work), name="tokenizer", daemon=True).start()
+        return done
+
+    def _is_late(self, done: asyncio.Future[Any]) -> None:
+        self._late.add(done)
+        if len(self._late) == THREADS:
+            _log.warning(
+                "the tokenizer is stuck: all its %d threads have worked on one prompt for over %g s, which is a chat "
+                "template without end or a slow machine; long prompts are hashed as text until a thread is free",
+                *(THREADS, DEADLINE_S),
+            )
+
+    def _has_ended(self, timer: asyncio.TimerHandle, done: asyncio.Future[Any]) -> None:
+        timer.cancel()
+        done.exception()  # nobody may be there any more to take it
+        self._late.discard(done)
+        self._free.release()
+
+
+def _do(loop: asyncio.AbstractEventLoop, done: asyncio.Future[T], work: Callable[[], T]) -> None:
+    """What a thread does: `work`, and its end told to the loop."""
+    tell: Callable[[], None]
+    try:
+        tell = partial(done.set_result, work())
+    except BaseException as error:  # the caller's to handle, on the loop; a panic of the library is no Exception
+        tell = partial(done.set_exception, error)
+    with contextlib.suppress(RuntimeError):  # the loop has ended
+        loop.call_soon_threadsafe(tell)
 
 
 # ---- loading ---------------------------------------------------------------------------------------------------------

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from enum import StrEnum
+from typing import Any
 
 
 class Trouble(StrEnum):
     """Why Redis could not be used."""
 
     DOWN = "down"
-    """No connection, or it broke; also while a server loads its data set or a Cluster has no owner for a slot."""
+    """No connection, or it broke, or what came was no Redis reply to what was asked (perhaps another service answers
+    there); also while a server loads its data set or a Cluster has no owner for a slot."""
     SLOW = "slow"
     """No answer in time; what was asked may have been done."""
     READ_ONLY = "read_only"
@@ -59,6 +61,7 @@ _BY_CLASS = {
     "AuthorizationError": Trouble.AUTH,
     "NoPermissionError": Trouble.AUTH,
     "AuthenticationWrongNumberOfArgsError": Trouble.AUTH,
+    "InvalidResponse": Trouble.DOWN,
     "TimeoutError": Trouble.SLOW,
     "ConnectionError": Trouble.DOWN,
     "OSError": Trouble.DOWN,
@@ -77,6 +80,12 @@ def kind_of(error: BaseException) -> Trouble:
     if found := _CODE.search(str(error)):
         return _BY_CODE[found[1]]
     return Trouble.AUTH if _FORBIDDEN.search(str(error)) else Trouble.REFUSED
+
+
+def nonsense(where: object, what: str, reply: Any) -> RedisTrouble:
+    """`where` answered to `what` as no Redis does; the reply may be of any shape and size."""
+    shown = repr(reply) if isinstance(reply, bytes | str | int | float | None) else type(reply).__name__
+    return RedisTrouble(Trouble.DOWN, f"{where}: the reply to {what} is none of Redis: {shown[:80]}", maybe_done=True)
 
 
 def trouble_of(error: BaseException, *, maybe_done: bool = False, where: str = "") -> RedisTrouble:

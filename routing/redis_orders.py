@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
+from routing.redis_errors import nonsense
 from routing.redis_server import NoScriptError, Server, Words
 
 _KEYLESS = ("CLIENT", "CLUSTER", "CONFIG", "DBSIZE", "INFO", "LATENCY", "PING", "ROLE", "SCAN", "SCRIPT", "TIME")
@@ -74,10 +75,24 @@ def order_of(words: Words) -> Order:
 
 
 def entries(reply: Any) -> dict[bytes, list[Entry]]:
-    """The reply to a read."""
-    return {
-        stream: [(at, dict(zip(flat[::2], flat[1::2], strict=True))) for at, flat in new] for stream, new in reply or ()
-    }
+    """The reply to a read; RedisTrouble where it is none."""
+    if reply is None:
+        return {}
+    try:
+        return {_bytes(stream): [_entry(at, flat) for at, flat in new] for stream, new in reply}
+    except (TypeError, ValueError):
+        raise nonsense("Redis", "XREAD", reply) from None
+
+
+def _entry(at: Any, flat: Any) -> Entry:
+    words = [_bytes(word) for word in flat]
+    return _bytes(at), dict(zip(words[::2], words[1::2], strict=True))
+
+
+def _bytes(word: Any) -> bytes:
+    if type(word) is not bytes:
+        raise TypeError("no bytes")
+    return word
 
 
 async def exchange(

@@ -8,14 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from redis.asyncio.connection import AbstractConnection, RedisSSLContext, SSLConnection, UnixDomainSocketConnection
 from redis.asyncio.connection import Connection as TcpConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import AskError, MovedError, NoScriptError, RedisError, ResponseError, TryAgainError
+from redis.exceptions import (
+    AskError,
+    InvalidResponse,
+    MovedError,
+    NoScriptError,
+    RedisError,
+    ResponseError,
+    TryAgainError,
+)
 
 from routing.redis_errors import RedisTrouble, trouble_of
 from routing.redis_url import Address, RedisUrl
@@ -68,6 +76,19 @@ class Connector:
         return connection
 
 
+@contextlib.contextmanager
+def _parsing() -> Iterator[None]:
+    """What the other side sends is a reply, an error of the library, or InvalidResponse."""
+    try:
+        yield
+    except (RedisError, OSError):  # a TimeoutError is an OSError
+        raise
+    except Exception as error:
+        # Wide: on bytes that no Redis sends the library fails in ways of its own (UnicodeDecodeError for the text of an
+        # error, ValueError for where a slot has moved, MemoryError for the length of a list).
+        raise InvalidResponse(f"{type(error).__name__}: {error}") from error
+
+
 class _Wire:
     """One open connection."""
 
@@ -79,7 +100,8 @@ class _Wire:
 
     async def open(self) -> None:
         try:
-            await self.connection.connect()  # type: ignore[no-untyped-call]
+            with _parsing():
+                await self.connection.connect()  # type: ignore[no-untyped-call]
         finally:
             # The library lets go of it when it closes; we abort it, and wait for its end.
             self._writer = self.connection._writer
@@ -108,7 +130,8 @@ class _Wire:
 
     async def _reply(self) -> Any:
         try:
-            return await self.connection.read_response()
+            with _parsing():
+                return await self.connection.read_response()
         except ResponseError as error:
             return error
 

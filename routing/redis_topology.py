@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from routing.redis_errors import RedisTrouble, Trouble, trouble_of
+from routing.redis_errors import RedisTrouble, Trouble, nonsense, trouble_of
 from routing.redis_server import AskError, Connector, MovedError, ResponseError, Server
 from routing.redis_url import Address, RedisUrl
 
 SLOTS = 16_384
+_PORTS = 65_536
 
 
 def slot_of(key: bytes) -> int:
@@ -41,7 +42,36 @@ def moved_by(reply: Any, asked: Address) -> Moved | None:
     """Where the reply of the server at `asked` leads, if it does."""
     if not isinstance(reply, AskError):  # MovedError is one
         return None
+    if not 0 <= reply.slot_id < SLOTS or not 0 < reply.port < _PORTS:
+        return None
     return Moved(reply.slot_id, Address(reply.host or asked.host, reply.port), not isinstance(reply, MovedError))
+
+
+def _slots_in(reply: Any, asked: Address) -> list[Address | None] | None:
+    """The owner of each slot by a reply of the server at `asked` to `CLUSTER SLOTS`; None where it is no such reply."""
+    if not isinstance(reply, list):
+        return None
+    slots: list[Address | None] = [None] * SLOTS
+    for each in reply:
+        match each:
+            case [int(first), int(last), [host, int(port), *_], *_] if 0 <= first <= last < SLOTS:
+                # A node that does not know its own name is reached as we reached it.
+                owner = _address(asked.host.encode() if host in (None, b"", b"?") else host, port)
+            case _:
+                return None
+        if owner is None:
+            return None
+        slots[first : last + 1] = [owner] * (last + 1 - first)
+    return slots
+
+
+def _address(host: Any, port: Any) -> Address | None:
+    """An address as servers name them; None where it is none."""
+    try:
+        named = Address(host.decode(), int(port))
+    except (AttributeError, ValueError):  # a UnicodeDecodeError is a ValueError
+        return None
+    return named if named.host and 0 < named.port < _PORTS else None
 
 
 class Topology:
@@ -148,27 +178,25 @@ class Topology:
         self._rng.shuffle(well)
         for address in dict.fromkeys([*well, *rest]):
             reply = await self._ask(address, until_s, "CLUSTER", "SLOTS")
-            if isinstance(reply, list):
-                await self._adopt(address, reply)
+            if isinstance(reply, ResponseError):
+                trouble = trouble_of(reply, where=str(address))
+                if not self.is_cluster and trouble.kind in _SINGLE:
+                    self._trouble = None
+                    self.at(address)
+                    return
+            elif isinstance(reply, RedisTrouble):
+                trouble = reply
+            elif (slots := _slots_in(reply, address)) is not None:
+                await self._adopt(slots)
                 return
-            if not isinstance(reply, RedisTrouble) and not self.is_cluster and trouble_of(reply).kind in _SINGLE:
-                self._trouble = None
-                self.at(address)
-                return
-            trouble = reply if isinstance(reply, RedisTrouble) else trouble_of(reply, where=str(address))
+            else:
+                trouble = nonsense(address, "CLUSTER SLOTS", reply)
             if not self._servers:
                 self._trouble = trouble
 
-    async def _adopt(self, asked: Address, reply: Sequence[Any]) -> None:
-        """Take over the slots as the server at `asked` knows them; let go of servers that own none."""
+    async def _adopt(self, slots: list[Address | None]) -> None:
+        """Take over the owners of the slots; let go of servers that own none."""
         self.is_cluster = True
-        slots: list[Address | None] = [None] * SLOTS
-        for first, last, (host, port, *_), *_replicas in reply:
-            name = host.decode() if host else ""
-            # A node that does not know its own name is reached as we reached it.
-            slots[first : last + 1] = [Address(name if name not in ("", "?") else asked.host, port)] * (
-                last + 1 - first
-            )
         self._slots = slots
         self._stale = False
         owners = {address for address in slots if address is not None}
@@ -209,13 +237,18 @@ class Topology:
             return RedisTrouble(named.kind, f"Sentinel {named.message}")
         if isinstance(named, ResponseError):
             return trouble_of(named, where=f"Sentinel {sentinel}")
-        if not named:
+        if named is None:
             return RedisTrouble(Trouble.DOWN, f"Sentinel {sentinel} knows no service {self._url.service!r}")
-        address = Address(named[0].decode(), int(named[1]))
+        match named:
+            case [bytes(host), bytes(port)] if (address := _address(host, port)) is not None:
+                pass
+            case _:
+                return nonsense(f"Sentinel {sentinel}", "GET-MASTER-ADDR-BY-NAME", named)
         role = await self._ask(address, until_s, "ROLE")
         if isinstance(role, RedisTrouble):
             return role
-        if isinstance(role, list) and role[0] != b"master":
+        # A user who may not ask for the role is let in all the same.
+        if not isinstance(role, ResponseError) and not (isinstance(role, list) and role[:1] == [b"master"]):
             return RedisTrouble(Trouble.DOWN, f"{address}, which Sentinel {sentinel} names, is no primary")
         return address
 

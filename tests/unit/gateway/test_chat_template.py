@@ -63,6 +63,12 @@ def test_an_answer_that_has_begun_is_apart() -> None:
         {"type": "input_audio", "input_audio": {"data": "x", "format": "wav"}},
         {"type": "video_url", "video_url": {"url": "x"}},
         {"type": "text"},
+        {"type": ["text"], "text": "a"},
+        {"type": {}},
+        {"type": None},
+        {},
+        5,
+        ["text"],
         "text",
     ],
 )
@@ -89,6 +95,32 @@ def test_a_schema_that_the_engine_rewrites_is_not_rendered(schema: Any) -> None:
         rendered(PLAIN, "hi", tools=[{"function": {"name": "x", "parameters": schema}}])
 
 
+@pytest.mark.parametrize("tools", [5, True, "abc", {"a": 1}, {}, [5], [{}], [{"function": None}], [{"function": []}]])
+@pytest.mark.parametrize("role", ["system", "assistant", "tool"])
+def test_a_messages_own_tools_that_are_none_are_the_engines_to_refuse(role: str, tools: Any) -> None:
+    with pytest.raises(Unrendered, match=r"^tools that SGLang refuses"):
+        template(PLAIN).render({"messages": [{"role": role, "content": "x", "tools": tools}]})
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        *(5, True, "abc", {"a": 1}, {}, [5], [{}], [{"function": 5}]),
+        *([{"function": {"arguments": "[1]"}}], [{"function": {"arguments": "{"}}]),
+    ],
+)
+def test_tool_calls_that_are_none_are_the_engines_to_refuse(calls: Any) -> None:
+    with pytest.raises(Unrendered, match=r"^tool_calls that SGLang refuses"):
+        template(PLAIN).render({"messages": [{"role": "assistant", "content": "x", "tool_calls": calls}]})
+
+
+@pytest.mark.parametrize("choice", [{}, {"function": 5}, {"function": {}}, {"function": [1]}])
+def test_a_choice_of_no_tool_is_the_engines_to_refuse(choice: Any) -> None:
+    tools = [{"function": {"name": "f"}}]
+    with pytest.raises(Unrendered, match=r"^a tool_choice that SGLang refuses"):
+        rendered(PLAIN, "hi", tools=tools, tool_choice=choice)
+
+
 @pytest.mark.parametrize("effort", [True, "much", [], {}])
 def test_an_effort_that_is_none_is_not_rendered(effort: Any) -> None:
     with pytest.raises(Unrendered, match="effort"):
@@ -109,11 +141,24 @@ def test_what_is_no_template_is_said_at_once(source: str) -> None:
         "{{ ''.__class__.__mro__ }}",
         "{{ missing | tojson }}",
         "{{ 1 / 0 }}",
+        "{{ 10.0 ** 400 }}",
+        "{{ range(10 ** 9) }}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+        "{{ [1] | sort(attribute='x.y') | first | int('a', 99) }}",
+        "{{ 'x' | indent(width=messages) }}",
+        "{% for a, b in [1] %}{% endfor %}",
+        "{{ strftime_now(7) }}",
     ],
 )
 def test_a_template_that_fails_refuses(source: str) -> None:
     with pytest.raises(Unrendered, match="the chat template refuses it"):
         rendered(source, "hi")
+
+
+def test_a_reason_does_not_hold_the_clients_text() -> None:
+    with pytest.raises(Unrendered) as raised:
+        rendered("{{ raise_exception(messages[0].content) }}", "x" * 100_000)
+    assert len(str(raised.value)) < 300
 
 
 def test_the_templates_surroundings_are_those_of_transformers() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -330,3 +331,21 @@ def test_the_probes_are_of_every_kind() -> None:
         assert needed in text
     assert max(len(orjson.dumps(body)) for body in PROBES.values()) > 5_000
     assert sum("prompt" in body for body in PROBES.values()) >= 2
+
+
+async def test_a_template_without_end_is_found_out_in_a_thread() -> None:
+    """The loop must not be where it is: no other request would go on."""
+    where = []
+
+    class Looks(Tokenizer):
+        def __init__(self) -> None:
+            self.__dict__.update(OURS.__dict__)
+
+        def ids(self, api: Api, body: Any) -> Any:
+            where.append(threading.get_ident())
+            return super().ids(api, body)
+
+    async with World(up("p0", "d0"), Engines(), Looks()) as world:
+        assert world.joins.of("tiny").kind is BlockKind.IDS
+    assert len(where) == len(PROBES)
+    assert threading.get_ident() not in where

@@ -28,14 +28,14 @@ from engines.types import (
     Role,
 )
 from gateway import kv_feed
-from gateway.kv_feed import FeedMode, Hashing, KvFeed, slices
-from routing.kv_bridge import Held, KvBridge
+from gateway.kv_feed import FeedMode, Hashing, KvFeed
 from routing.ownership import Tier
 from routing.prefix import id_blocks
 from tests.fakes import FACTS
 
 P = EngineId("http://p:1")
 IDS = list(range(16))
+LEASE = f"kv-events:{P}"
 CHAIN = id_blocks(b"tiny", IDS, 4)
 SOURCE = KvEventSource("tcp://*:5557", 1)
 
@@ -104,6 +104,8 @@ class At:
     restarts: list[EngineId] = field(default_factory=list)
     is_ids: bool = True
     leased: bool = True
+    alone: bool = False
+    let_gone: list[str] = field(default_factory=list)
     feed: KvFeed = field(init=False)
 
     def snapshot(self) -> FleetSnapshot:
@@ -112,6 +114,9 @@ class At:
     def hold(self, name: str) -> bool:
         assert name == f"kv-events:{P}"
         return self.leased
+
+    def let_go(self, name: str) -> None:
+        self.let_gone.append(name)
 
     @property
     def now(self) -> FakeSubscriber:
@@ -246,6 +251,7 @@ async def test_who_is_not_followed(feeding: Any, why: str) -> None:
         assert not at.subscribers[0].running
         assert at.told.take() == [("live", False)]
         assert at.feed.stats()[P].mode is FeedMode.OFF
+        assert at.let_gone == ([] if why == "lease" else [LEASE])
         at.is_ids = at.leased = True
         at.view = view_of()
         await at.looked()
@@ -294,22 +300,101 @@ async def test_large_events_leave_the_loop_to_others(feeding: Any) -> None:
         assert held[-1][2] == id_blocks(b"tiny", many, 4)
 
 
-def test_slices_mean_the_same_as_the_whole() -> None:
-    event = PagesStored(list(range(50, 58)), 49, list(range(16)), 2, Medium.DISK, "salt", "lora")
-    parts = list(slices(event, 3))
-    assert [(part.hashes, part.parent, part.token_ids) for part in parts if isinstance(part, PagesStored)] == [
-        ([50, 51, 52], 49, list(range(6))),
-        ([53, 54, 55], 52, list(range(6, 12))),
-        ([56, 57], 55, list(range(12, 16))),
-    ]
-    whole, bits = (KvBridge(lambda salt, lora: b"r", 4, 2, 100) for _ in range(2))
-    first = replace(event, parent=None)
-    (held,) = whole.apply(first)
-    changes = [change for part in slices(first, 3) for change in bits.apply(part)]
-    assert isinstance(changes[-1], Held)
-    assert changes[-1] == held
-    assert list(slices(PagesRemoved([1, 2, 3], Medium.DISK), 2)) == [
-        *(PagesRemoved([1, 2], Medium.DISK), PagesRemoved([3], Medium.DISK)),
-    ]
-    assert list(slices(event, 8)) == [event]
-    assert list(slices(PagesCleared(), 1)) == [PagesCleared()]
+async def test_many_small_events_are_few_steps_and_none_is_long(feeding: Any) -> None:
+    """As engines publish that write an event a page: of one prompt, of two in turn, and removals."""
+    async with feeding(view_of(), max_pages=100_000) as at:
+        loop = asyncio.get_running_loop()
+        turns: list[float] = []
+
+        async def other() -> None:
+            while True:
+                turns.append(loop.time())
+                await asyncio.sleep(0)
+
+        one, two = list(range(4096)), list(range(10_000, 14_096))
+        pages = [[page] for page in one]
+        task = asyncio.ensure_future(other())
+        began_s = loop.time()
+        await at.now.batch(*(PagesStored(page, page[0] - 1 if page[0] else None, page, 1) for page in pages))
+        assert len([call for call in at.told.take() if call[0] == "held"]) == 4096 // kv_feed.SLICE_PAGES
+        await at.now.batch(
+            *(
+                PagesStored([page], None if page == ids[0] else page - 1, [page], 1, Medium.DISK)
+                for both in zip(two, [20_000 + page for page in one], strict=True)
+                for page, ids in zip(both, (two, [20_000]), strict=True)
+            )
+        )
+        assert len([call for call in at.told.take() if call[0] == "held"]) <= 2 * 8192 // kv_feed.SLICE_PAGES
+        await at.now.batch(*(PagesRemoved(page) for page in pages))
+        lost = [block for call in at.told.take() for block in call[2] if call[0] == "lost"]
+        assert len(set(lost)) == len(one) // 4
+        task.cancel()
+        assert len(turns) >= 4 * 4096 // kv_feed.SLICE_PAGES
+        assert loop.time() - began_s < 1.5
+
+
+async def test_a_slow_step_ends_early(feeding: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events of many chains cannot be joined: the clock counts, too. And batches that are there already wait."""
+    async with feeding(view_of()) as at:
+        turns = 0
+
+        async def other() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        task = asyncio.ensure_future(other())
+        monkeypatch.setattr(kv_feed, "STEP_S", 0.0)
+        await at.now.batch(*(PagesStored([page], None, [page], 1) for page in range(20)))
+        assert turns >= 20
+        before = turns
+        for _ in range(10):
+            await at.now.batch()
+        assert turns >= before + 10
+        task.cancel()
+
+
+@pytest.mark.parametrize("bad", ["address", "port"])
+async def test_what_cannot_be_followed_is_left_to_others_for_a_while(
+    feeding: Any, monkeypatch: pytest.MonkeyPatch, bad: str
+) -> None:
+    monkeypatch.setattr(kv_feed, "UNABLE_S", 0.1)
+    monkeypatch.setattr(kv_feed, "LEFT_TO_OTHERS_S", 0.2)
+    source = replace(SOURCE, dp_size=2)
+    async with feeding(view_of(replace(source, endpoint="bad") if bad == "address" else source)) as at:
+        if bad == "port":
+            await at.now.say(ConditionKind.NOT_LISTENING, detail="port taken", rank=1)
+            await at.now.say(ConditionKind.LISTENING, rank=1)
+            await asyncio.sleep(0.15)
+            assert at.let_gone == []  # it listens by now
+            await at.now.say(ConditionKind.NOT_LISTENING, detail="port taken", rank=1)
+            await asyncio.sleep(0.06)
+            await at.now.say(ConditionKind.NOT_LISTENING, detail="port taken", rank=1)
+        await asyncio.sleep(0.06)
+        trouble = "port taken" if bad == "port" else "a bad endpoint"
+        await until(lambda: at.let_gone == [LEASE])
+        assert (at.feed.stats()[P].mode, at.feed.stats()[P].trouble) == (FeedMode.OFF, trouble)
+        at.view = view_of()
+        began_s = asyncio.get_running_loop().time()
+        await until(lambda: at.feed.stats()[P].mode is not FeedMode.OFF)
+        assert asyncio.get_running_loop().time() - began_s > 0.1
+        assert at.now.running
+
+
+async def test_who_is_alone_goes_on_trying(feeding: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_feed, "UNABLE_S", 0.02)
+    async with feeding(view_of()) as at:
+        at.alone = True
+        await at.now.say(ConditionKind.NOT_LISTENING, detail="port taken")
+        await asyncio.sleep(0.08)
+        assert at.let_gone == []
+        assert at.now is at.subscribers[0]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    loop = asyncio.get_running_loop()
+    end_s = loop.time() + 3
+    while not condition():
+        assert loop.time() < end_s
+        await asyncio.sleep(0.002)

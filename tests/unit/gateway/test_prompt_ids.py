@@ -23,7 +23,7 @@ from gateway.learned import Learned
 from gateway.lifecycle import Arrival
 from gateway.openai_api import Api, Unit, expand, parse
 from gateway.prompt import Prompt, block_tokens, id_block_tokens, identify, request_view
-from gateway.tokenizer import Tokenizer, Untokenized
+from gateway.tokenizer import AT_ONCE_BYTES, Tokenizer, Untokenized
 from routing.prefix import BlockKind
 from tests.fakes import FakeClient, FakeExchange, FakeUpstream, gateway, now_s, probed, request, timeless, up, usage
 
@@ -121,6 +121,9 @@ async def test_what_cannot_be_tokenized_here_is_text_with_the_reason(gw: Gateway
         (Api.CHAT, {"messages": [{"role": "wizard", "content": TEXT}]}, "a role"),
         (Api.CHAT, {**CHAT, "chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs"),
         (Api.GENERATE, {"text": TEXT, "image_data": ["x"]}, "only the engine"),
+        (Api.CHAT, {"messages": [{"role": "system", "content": TEXT, "tools": [{}]}]}, "tools that"),
+        (Api.CHAT, {"messages": [{"role": "assistant", "content": TEXT, "tool_calls": 5}]}, "tool_calls that"),
+        (Api.CHAT, {"messages": [{"role": "user", "content": [{"type": ["text"]}]}]}, "only the engine"),
     ):
         known = await prompt(gw, api, **body)
         assert known.kind is BlockKind.TEXT
@@ -133,6 +136,45 @@ async def test_what_no_context_can_hold_is_not_tokenized() -> None:
     assert (await prompt(gw, Api.COMPLETIONS, prompt="x" * 1_600)).kind is BlockKind.IDS
     known = await prompt(gw, Api.COMPLETIONS, prompt="x" * 1_601)
     assert (known.kind, known.why_text) == (BlockKind.TEXT, "it is far longer than the context")
+
+
+WORDS = "words " * 500
+
+
+@pytest.mark.parametrize(
+    ("api", "body", "is_long"),
+    [
+        (Api.CHAT, {"messages": [{"role": "user", "content": "hi"}]}, False),
+        (Api.CHAT, {"messages": [{"role": "user", "content": WORDS}]}, True),
+        (Api.CHAT, {"messages": [{"role": "user", "content": "é" * 1100}]}, True),
+        (Api.CHAT, {"messages": [{"role": "user", "content": "hi"}] * 300}, True),
+        (Api.CHAT, {"messages": [{"role": "user", "content": "hi"}], "tools": [{"function": {"name": WORDS}}]}, True),
+        (Api.CHAT, {**CHAT, "chat_template_kwargs": {"documents": [WORDS]}}, True),
+        (Api.CHAT, {**CHAT, "chat_template_kwargs": {"documents": [{"text": WORDS}]}}, True),
+        (Api.CHAT, {**CHAT, "chat_template_kwargs": {WORDS: 1}}, True),
+        (Api.CHAT, {**CHAT, "chat_template_kwargs": {"numbers": [1] * 3000}}, True),
+        (Api.CHAT, {"messages": [{"role": "tool", "content": [{"type": "tool_reference", "name": WORDS}]}]}, True),
+        (Api.GENERATE, {"input_ids": [1] * 500}, False),
+        (Api.GENERATE, {"input_ids": [1] * 600}, True),
+        (Api.COMPLETIONS, {"prompt": "hi"}, False),
+        (Api.COMPLETIONS, {"prompt": WORDS}, True),
+    ],
+)
+def test_what_there_is_much_to_render_of_goes_to_a_thread(api: Api, body: dict[str, Any], is_long: bool) -> None:
+    sizes = []
+
+    class Sized:
+        fingerprint = "x"
+
+        async def run(self, size_bytes: int, work: object) -> None:
+            sizes.append(size_bytes)
+            raise Untokenized("no")
+
+    async def go() -> None:
+        await prompt(replace(await world(), tokenizer=Sized()), api, **body)  # type: ignore[arg-type]
+
+    timeless(go)()
+    assert [size_bytes > AT_ONCE_BYTES for size_bytes in sizes] == [is_long]
 
 
 @timeless

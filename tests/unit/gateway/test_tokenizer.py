@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import logging
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from datetime import datetime
@@ -16,7 +20,7 @@ from engines.emulator.tokenizer_files import FOLDER, tokenizer_files
 from gateway import tokenizer
 from gateway.config import ConfigError, TokenizerConfig
 from gateway.openai_api import Api
-from gateway.tokenizer import AT_ONCE_BYTES, MAX_WAITING, Tokenizer, Untokenized
+from gateway.tokenizer import AT_ONCE_BYTES, MAX_WAITING, THREADS, Tokenizer, Untokenized
 
 BOS = {
     "type": "TemplateProcessing",
@@ -209,3 +213,118 @@ async def test_not_too_many_prompts_wait_for_a_thread() -> None:
     await asyncio.gather(*waiting)
     assert await loaded.run(AT_ONCE_BYTES + 1, lambda: 8) == 8
     loaded.close()
+
+
+# ---- prompts that take too long --------------------------------------------------------------------------------------
+
+LONG_BYTES = AT_ONCE_BYTES + 1
+
+
+async def free_again(loaded: Tokenizer) -> None:
+    async with asyncio.timeout(5):
+        for _ in range(THREADS):
+            await loaded._free.acquire()
+    for _ in range(THREADS):
+        loaded._free.release()
+    assert not loaded._late
+
+
+async def test_a_prompt_that_takes_too_long_goes_without_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer, "DEADLINE_S", 0.05)
+    loaded, go_on = load(FOLDER), threading.Event()
+    with pytest.raises(Untokenized, match=r"^it was not tokenized within 0.05 s$"):
+        await loaded.run(LONG_BYTES, go_on.wait)
+    assert await loaded.run(LONG_BYTES, lambda: 7) == 7, "the other thread works on"
+    go_on.set()
+    await free_again(loaded)
+    await asyncio.sleep(0.06)
+    assert not loaded._late, "what has ended in time is never late"
+
+
+async def test_when_all_threads_are_stuck_nothing_waits_for_them_and_one_line_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "pdgate.tokenizer")
+    monkeypatch.setattr(tokenizer, "DEADLINE_S", 0.05)
+    loaded, go_on, threads = load(FOLDER), threading.Event(), threading.active_count()
+    stuck = [loaded.run(LONG_BYTES, go_on.wait) for _ in range(THREADS)]
+    behind = [loaded.run(LONG_BYTES, lambda: 7) for _ in range(5)]
+    said = [str(each) for each in await asyncio.gather(*stuck, *behind, return_exceptions=True)]
+    late = "it was not tokenized within 0.05 s"
+    assert said == [late] * THREADS + ["no thread was free to tokenize it within 0.05 s"] * 5
+    monkeypatch.setattr(tokenizer, "DEADLINE_S", 60.0)
+    for _ in range(10):
+        with pytest.raises(Untokenized, match=r"^the tokenizer is stuck$"):
+            await asyncio.wait_for(loaded.run(LONG_BYTES, lambda: 7), 1)
+    assert await loaded.run(1, lambda: 7) == 7, "short ones need no thread"
+    assert threading.active_count() == threads + THREADS
+    assert [record.getMessage()[:23] for record in caplog.records] == ["the tokenizer is stuck:"]
+    go_on.set()
+    await free_again(loaded)
+    assert await loaded.run(LONG_BYTES, lambda: 8) == 8
+    assert loaded._free._value == THREADS
+
+
+async def test_a_caller_that_is_gone_leaves_no_thread_taken() -> None:
+    loaded, go_on, complaints = load(FOLDER), threading.Event(), list[Any]()
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
+
+    def fail() -> None:
+        go_on.wait(10)
+        raise Untokenized("nobody is there to take it")
+
+    gone = [asyncio.ensure_future(loaded.run(LONG_BYTES, fail)) for _ in range(THREADS + 1)]
+    await asyncio.sleep(0.01)
+    for each in gone:
+        each.cancel()
+    await asyncio.wait(gone)
+    go_on.set()
+    assert await asyncio.wait_for(loaded.run(LONG_BYTES, lambda: 8), 5) == 8
+    await free_again(loaded)
+    assert loaded._waiting == 0
+    gc.collect()
+    assert not complaints, "of an error that nobody has taken"
+
+
+async def test_a_closed_one_takes_no_more() -> None:
+    loaded = load(FOLDER)
+    loaded.close()
+    with pytest.raises(Untokenized, match="stops"):
+        await loaded.run(LONG_BYTES, lambda: 7)
+
+
+def test_a_stuck_thread_does_not_keep_the_process_from_ending() -> None:
+    program = f"""if True:
+        import asyncio
+        from gateway import tokenizer
+        from gateway.config import TokenizerConfig
+        tokenizer.DEADLINE_S = 0.05
+        loaded = tokenizer.load(TokenizerConfig({str(FOLDER)!r}))
+        def for_ever():
+            while True: pass
+        try:
+            asyncio.run(loaded.run({LONG_BYTES}, for_ever))
+        except tokenizer.Untokenized as error:
+            print(error)
+    """
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=20, check=False)
+    assert (ended.stdout, ended.stderr, ended.returncode) == ("it was not tokenized within 0.05 s\n", "", 0)
+
+
+def test_whatever_the_template_or_the_library_raises_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load(FOLDER)
+
+    class Broken:
+        def encode_batch_fast(self, texts: list[str], add_special_tokens: bool) -> Any:
+            raise Exception("odd " + "x" * 10_000)  # as the library does
+
+    monkeypatch.setattr(loaded, "_model", Broken())
+    for api, body in ((Api.CHAT, CHAT), (Api.COMPLETIONS, {"prompt": "hi"}), (Api.GENERATE, {"text": "hi"})):
+        with pytest.raises(Untokenized, match=r"^it cannot be tokenized here: Exception: odd") as raised:
+            loaded.ids(api, body)
+        assert len(str(raised.value)) < 300
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(Untokenized, match=r"^it cannot be tokenized here: RecursionError"):
+        load(FOLDER).ids(Api.CHAT, {**CHAT, "tools": [{"function": {"name": "f", "parameters": deep}}]})
