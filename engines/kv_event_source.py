@@ -14,6 +14,11 @@ from engines.types import KvEventSource
 
 _WILDCARDS = ("*", "0.0.0.0", "::", "[::]")
 _LOCAL = ("ipc://", "inproc://")
+MAX_BLOCK_TOKENS = 4096
+"""Pages are of 1 to 256 tokens, times the ranks that share a context."""
+MAX_DP_SIZE = 512
+"""Each rank takes a socket or two and a task of ours."""
+_MAX_PORT = 65_535
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +39,14 @@ def kv_event_source(server_info: Mapping[str, Any]) -> KvEventSource | None:
         raise ValueError(f"server_info.kv_events is {about!r}, not a zmq publisher")
     config = _launch_config(server_info.get("kv_events_config"))
     bind = config.get("bind")
+    _check_block_tokens(_positive(about, "block_size", MAX_BLOCK_TOKENS), server_info)
     return KvEventSource(
         endpoint=str(config.get("endpoint") or f"tcp://{about.get('endpoint_host') or '*'}:{_port(about, 'endpoint')}"),
-        block_tokens=_positive(about, "block_size"),
+        block_tokens=_positive(about, "block_size", MAX_BLOCK_TOKENS),
         topic=str(about.get("topic") or ""),
         bind=bind if isinstance(bind, bool) else None,
         replay_endpoint=_replay_endpoint(about, config),
-        dp_size=_positive(about, "dp_size"),
+        dp_size=_positive(about, "dp_size", MAX_DP_SIZE),
     )
 
 
@@ -61,14 +67,25 @@ def _replay_endpoint(about: Mapping[str, Any], config: Mapping[str, Any]) -> str
 
 
 def _port(about: Mapping[str, Any], name: str) -> int:
-    return _positive(about, f"{name}_port_base")
+    return _positive(about, f"{name}_port_base", _MAX_PORT)
 
 
-def _positive(about: Mapping[str, Any], name: str) -> int:
+def _positive(about: Mapping[str, Any], name: str, most: int) -> int:
     value = about.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"server_info.kv_events.{name} is {value!r}, not a positive integer")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise ValueError(f"server_info.kv_events.{name} is {value!r}, not an integer from 1 to {most}")
     return value
+
+
+def _check_block_tokens(block_tokens: int, server_info: Mapping[str, Any]) -> None:
+    """A block of events is a page of every rank that shares a context: `dcp_size` of them, where that is told."""
+    page_tokens, sharing = server_info.get("page_size"), server_info.get("dcp_size")
+    if not isinstance(page_tokens, int) or page_tokens < 1:
+        return
+    if isinstance(sharing, int) and sharing >= 1 and block_tokens != page_tokens * sharing:
+        raise ValueError(f"server_info.kv_events.block_size is {block_tokens}, not {sharing} pages of {page_tokens}")
+    if block_tokens % page_tokens:
+        raise ValueError(f"server_info.kv_events.block_size is {block_tokens}, not whole pages of {page_tokens}")
 
 
 def server_binds(source: KvEventSource) -> bool:
@@ -95,7 +112,7 @@ def _dialled(endpoint: str, server_host: str, rank: int) -> str:
     if endpoint.startswith(_LOCAL):
         return _local(endpoint, rank)
     host, port = _host_port(endpoint)
-    return f"tcp://{_bracketed(server_host if host in _WILDCARDS else host)}:{port + rank}"
+    return f"tcp://{_bracketed(server_host if host in _WILDCARDS else host)}:{_port_of(rank, port)}"
 
 
 def _bound(endpoint: str, rank: int) -> str:
@@ -106,7 +123,13 @@ def _bound(endpoint: str, rank: int) -> str:
         ipaddress.ip_address(host.strip("[]"))
     except ValueError:
         host = "*"
-    return f"tcp://{_bracketed(host)}:{port + rank}"
+    return f"tcp://{_bracketed(host)}:{_port_of(rank, port)}"
+
+
+def _port_of(rank: int, base: int) -> int:
+    if not 1 <= base <= _MAX_PORT - rank:
+        raise ValueError(f"KV event endpoint of rank {rank}: {base} + {rank} is no port")
+    return base + rank
 
 
 def _local(endpoint: str, rank: int) -> str:

@@ -7,6 +7,7 @@ the type in front; fields equal to their default may be left out. Every publishe
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -18,6 +19,8 @@ from engines.types import KvEvent, Medium, PagesCleared, PagesRemoved, PagesStor
 SEQUENCE_BYTES = 8
 REPLAY_END = b"\xff" * SEQUENCE_BYTES
 """In the place of a sequence number: the end of a replay."""
+_SEQUENCE_LIMIT = 1 << 63
+"""No publisher counts so far: what is after any number below it can still be asked for."""
 
 _SALT_PREFIX = b"sglang-cache-salt-v1\0"
 _HASH_LIMIT = 1 << 63
@@ -96,6 +99,8 @@ def decode_batch(sequence: int, payload: bytes) -> KvBatch:
         events = [_event(bytes(raw)) for raw in batch.events]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise MalformedKvEvents(f"batch {sequence}: {error}") from error
+    if not math.isfinite(batch.ts):
+        raise MalformedKvEvents(f"batch {sequence}: its time is {batch.ts}")
     return KvBatch(sequence, batch.ts, tuple(event for event in events if event is not None), batch.dp_rank)
 
 
@@ -152,7 +157,14 @@ def live_frames(frames: Sequence[bytes]) -> tuple[int, bytes]:
     """Sequence number and payload of a published message `[topic, sequence, payload]`."""
     if len(frames) != 3 or len(frames[1]) != SEQUENCE_BYTES:
         raise MalformedKvEvents(f"a message of {[len(frame) for frame in frames]} bytes is no [topic, sequence, batch]")
-    return int.from_bytes(frames[1], "big"), frames[2]
+    return _sequence(frames[1]), frames[2]
+
+
+def _sequence(frame: bytes) -> int:
+    number = int.from_bytes(frame, "big")
+    if number >= _SEQUENCE_LIMIT:
+        raise MalformedKvEvents(f"{number} is no sequence number")
+    return number
 
 
 def replay_request(first: int) -> list[bytes]:
@@ -167,7 +179,7 @@ def replay_frames(frames: Sequence[bytes]) -> tuple[int, bytes] | None:
     """
     if len(frames) not in (3, 4) or frames[0] or len(frames[-2]) != SEQUENCE_BYTES:
         raise MalformedKvEvents(f"a replay of {[len(frame) for frame in frames]} bytes is no [topic, sequence, batch]")
-    return None if frames[-2] == REPLAY_END else (int.from_bytes(frames[-2], "big"), frames[-1])
+    return None if frames[-2] == REPLAY_END else (_sequence(frames[-2]), frames[-1])
 
 
 # ---- sequence numbers ------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ shows as a gap in the numbers, which is then filled by a replay where the server
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -28,6 +29,8 @@ from engines.kv_events import (
 from engines.tasks import spawn, stop
 from engines.types import KvEventSource
 
+_log = logging.getLogger("pdgate.kv_events")
+
 HELD_BACK_BATCHES = 1_000
 """How many batches of a rank may wait in ZMQ."""
 REPLAY_SILENCE_S = 2.0
@@ -37,7 +40,7 @@ _MESSAGE_BYTES = 256 << 20
 _HEARTBEAT_MS = 5_000
 _RECONNECT_MS = 100
 """No longer: what a restarted server publishes before we are back is lost where it replays nothing."""
-_BIND_AGAIN_S, _BIND_AGAIN_MOST_S = 0.5, 15.0
+_OPEN_AGAIN_S, _OPEN_AGAIN_MOST_S = 0.5, 15.0
 
 
 class ConditionKind(StrEnum):
@@ -56,7 +59,9 @@ class ConditionKind(StrEnum):
     QUIET = "quiet"
     """Nothing has come for a while; said once."""
     NOT_LISTENING = "not_listening"
-    """The socket that the server connects to cannot be opened, `detail` says why; it is tried again."""
+    """The rank's socket cannot be opened or used, `detail` says why; it is tried again."""
+    LISTENING = "listening"
+    """It can again; what came meanwhile may be missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,28 +134,31 @@ class _Rank:
         """Gaps and unreadable batches of the server's present process."""
 
     async def run(self) -> None:
-        socket = self._context.socket(zmq.SUB)
-        with socket:
-            _prepare(socket, self._options.held_back_batches)
-            socket.subscribe(self._options.topic)
-            if self._place.bind:
-                await self._bind(socket)
-            else:
-                socket.connect(self._place.subscribe)
-            if self._place.replay and await self._catch_up() and not self._losses:
-                await self._say(ConditionKind.WHOLE)
-            await self._follow(socket)
-
-    async def _bind(self, socket: zmq.asyncio.Socket) -> None:
-        wait_s = _BIND_AGAIN_S
+        wait_s, tried = _OPEN_AGAIN_S, False
         while True:
             try:
-                socket.bind(self._place.subscribe)
-                return
+                with self._context.socket(zmq.SUB) as socket:
+                    self._open(socket)
+                    if tried:
+                        await self._say(ConditionKind.LISTENING)
+                    wait_s = _OPEN_AGAIN_S
+                    if self._place.replay and await self._catch_up() and not self._losses:
+                        await self._say(ConditionKind.WHOLE)
+                    await self._follow(socket)
             except zmq.ZMQError as error:
-                await self._say(ConditionKind.NOT_LISTENING, detail=f"cannot bind {self._place.subscribe}: {error}")
+                await self._say(ConditionKind.NOT_LISTENING, detail=f"cannot {self._verb}: {error}")
+            tried = True
             await asyncio.sleep(wait_s)
-            wait_s = min(2 * wait_s, _BIND_AGAIN_MOST_S)
+            wait_s = min(2 * wait_s, _OPEN_AGAIN_MOST_S)
+
+    @property
+    def _verb(self) -> str:
+        return f"{'bind' if self._place.bind else 'connect to'} {self._place.subscribe}"
+
+    def _open(self, socket: zmq.asyncio.Socket) -> None:
+        _prepare(socket, self._options.held_back_batches)
+        socket.subscribe(self._options.topic)
+        (socket.bind if self._place.bind else socket.connect)(self._place.subscribe)
 
     async def _follow(self, socket: zmq.asyncio.Socket) -> None:
         heard = True
@@ -198,11 +206,18 @@ class _Rank:
     async def _accept(self, sequence: int, batch: KvBatch | MalformedKvEvents) -> None:
         if isinstance(batch, KvBatch):
             self._numbers.accept(sequence, batch.time_s)
-            await self._handle(self.rank, batch)
+            try:
+                await self._handle(self.rank, batch)
+            except Exception as error:  # whatever a server sends, the rank is followed on
+                _log.exception("%s: batch %d cannot be taken", self._place.subscribe, sequence)
+                await self._malformed(sequence, f"batch {sequence} cannot be taken: {error!r}")
         else:
             self._numbers.skip_to(sequence + 1)
-            self._losses += 1
-            await self._say(ConditionKind.MALFORMED, sequence, sequence, str(batch))
+            await self._malformed(sequence, str(batch))
+
+    async def _malformed(self, sequence: int, why: str) -> None:
+        self._losses += 1
+        await self._say(ConditionKind.MALFORMED, sequence, sequence, why)
 
     async def _lose(self, first: int, until: int) -> None:
         self._numbers.skip_to(until)
@@ -223,7 +238,10 @@ class _Rank:
         end_s = loop.time() + REPLAY_S
         while True:
             begun = self._numbers.expected
-            ended = await self._replay_once(end_s)
+            try:
+                ended = await self._replay_once(end_s)
+            except zmq.ZMQError:  # no socket for it, or no address
+                ended = False
             if ended or self._numbers.expected == begun or loop.time() > end_s:
                 return ended
             if until is not None and self._numbers.expected >= until:

@@ -28,15 +28,28 @@ _APART_S = 0.02
 class Holder(Protocol):
     """Who can say whether this gateway is the one to do something."""
 
-    def hold(self, name: str) -> bool: ...
+    @property
+    def alone(self) -> bool:
+        """Whether everybody acts for himself: nobody takes what is let go."""
+
+    def hold(self, name: str) -> bool:
+        """Whether it is; asking is wanting to be."""
+
+    def let_go(self, name: str) -> None:
+        """It does not want to be any more."""
 
 
 class Alone:
     """The leases of a gateway without Redis."""
 
+    alone = True
+
     def hold(self, name: str) -> bool:
         """Always: there is nobody else."""
         return True
+
+    def let_go(self, name: str) -> None:
+        """Nobody else takes it."""
 
 
 def _nobody() -> None:

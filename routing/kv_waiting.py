@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engines.types import KvEvent, PagesRemoved, PagesStored
+from engines.types import PagesRemoved, PagesStored
+
+_EVENT_BYTES = 700
+"""Memory of an event of one page that waits, without the page (CPython 3.11, measured)."""
 
 
 class _Orphans:
@@ -31,6 +34,12 @@ class WaitingPages:
         self.pages = 0
         """Pages named by the events that are kept."""
         self.forgotten = 0
+        self._events = 0
+
+    @property
+    def events_bytes(self) -> int:
+        """About what the events take, without the pages they name."""
+        return self._events * _EVENT_BYTES
 
     def store(self, event: PagesStored) -> None:
         """Keep `event`, whose parent is unknown."""
@@ -54,7 +63,7 @@ class WaitingPages:
             if self._by_parent.get(orphans.parent) is orphans:
                 self._note(orphans, PagesRemoved(pages, event.medium))
 
-    def take(self, known: Sequence[int]) -> list[KvEvent]:
+    def take(self, known: Sequence[int]) -> list[PagesStored | PagesRemoved]:
         """The events that waited for these pages, in order."""
         if not self._by_parent:
             return []
@@ -64,10 +73,11 @@ class WaitingPages:
         """Forget all."""
         self._by_parent.clear()
         self._of.clear()
-        self.pages = 0
+        self.pages = self._events = 0
 
     def _note(self, orphans: _Orphans, event: PagesStored | PagesRemoved) -> None:
         orphans.events.append(event)
+        self._events += 1
         orphans.named += len(event.hashes)
         self.pages += len(event.hashes)
         while self.pages > self._max_pages:
@@ -76,6 +86,7 @@ class WaitingPages:
     def _drop(self, parent: int) -> _Orphans:
         orphans = self._by_parent.pop(parent)
         self.pages -= orphans.named
+        self._events -= len(orphans.events)
         for event in orphans.events:
             for page in event.hashes:
                 if self._of.get(page) is orphans:

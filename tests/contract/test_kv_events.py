@@ -102,7 +102,7 @@ class Wire:
         (self.socket.connect if connect else self.socket.bind)(address)
 
     def send(self, number: int, time_s: float | None = None) -> None:
-        self.socket.send_multipart([b"", number.to_bytes(8, "big"), payload(number, time_s)])
+        self.socket.send_multipart([b"", number.to_bytes(8, "big"), payload(number % 1000, time_s)])
 
     async def heard_by(self, recorder: Recorder) -> None:
         """Send number 0 until the subscriber's subscription has come through; repetitions count once."""
@@ -195,7 +195,64 @@ async def test_where_the_server_connects_we_listen_and_try_again_while_the_port_
         await wire.heard_by(seen)
         wire.send(1)
         await until(lambda: seen.sequences == [0, 1])
+        assert [kind for kind, _, _ in seen.conditions[-2:]] == ["listening", "whole"]
         wire.close()
+
+
+async def test_nothing_that_a_server_sends_ends_a_rank() -> None:
+    """Numbers beyond all, times that are none, replays that are none, a batch that the handler cannot take."""
+    port, replay = free_ports(2)
+    wire = Wire(f"tcp://127.0.0.1:{port}")
+    router = wire.context.socket(zmq.ROUTER)
+    router.bind(f"tcp://127.0.0.1:{replay}")
+    source = KvEventSource(f"tcp://*:{port}", 1, replay_endpoint=f"tcp://*:{replay}")
+
+    class Choking(Recorder):
+        async def handle(self, rank: int, what: KvBatch | KvCondition) -> None:
+            if isinstance(what, KvBatch) and what.sequence == 7:
+                raise OverflowError("too much")
+            await super().handle(rank, what)
+
+    seen = Choking()
+    context = zmq.asyncio.Context()
+    subscriber = KvSubscriber(context, source, LOCAL, seen.handle, replay_silence_s=0.05, quiet_s=0.1)
+    subscriber.start()
+    await wire.heard_by(seen)
+    for number, time_s in ((2**64 - 1, 2000.0), (2**64 - 2, 2000.0), (2**63, 2000.0), (1, float("inf"))):
+        wire.send(number, time_s)
+    wire.send(2)
+    wire.send(7)
+    wire.send(2**63 - 1, 3000.0)
+    await asyncio.sleep(0.3)  # a replay is asked for from there
+    wire.send(0, 4000.0)
+    await until(lambda: seen.sequences == [0, 2, 2**63 - 1, 0])
+    malformed = [(first, last) for kind, first, last in seen.conditions if kind == "malformed"]
+    assert malformed == [(-1, -1)] * 3 + [(1, 1), (7, 7)]
+    assert seen.said(ConditionKind.RESTARTED)
+    await subscriber.stop()
+    context.term()
+    router.close(0)
+    wire.close()
+
+
+async def test_an_address_that_zmq_refuses_is_said_and_tried_again() -> None:
+    source = KvEventSource("ipc://" + "x" * 500, 1, bind=True)
+    async with subscribed(source) as seen:
+        await until(lambda: [kind for kind, _, _ in seen.conditions] == ["not_listening"] * 2)
+        assert all(
+            "cannot connect to ipc://xxx" in what.detail for _, what in seen.got if isinstance(what, KvCondition)
+        )
+
+
+async def test_a_replay_address_that_zmq_refuses_is_as_good_as_none() -> None:
+    (port,) = free_ports(1)
+    wire = Wire(f"tcp://127.0.0.1:{port}")
+    async with subscribed(KvEventSource(f"tcp://*:{port}", 1, replay_endpoint="ipc://" + "x" * 500)) as seen:
+        await wire.heard_by(seen)
+        wire.send(2)
+        await until(lambda: seen.sequences == [0, 2])
+        assert seen.conditions == [("whole", -1, -1), ("lost", 1, 1)]
+    wire.close()
 
 
 @asynccontextmanager

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from engines.types import KvEvent, Medium, PagesCleared, PagesRemoved, PagesStored
 from routing.kv_bridge import Change, Held, KvBridge, Lost
+from routing.kv_joining import joined
 from routing.ownership import Tier
 from routing.prefix import Namespace, id_blocks, root_hash
 
@@ -162,9 +163,16 @@ def test_pages_before_their_parents_count_when_these_come(
                 event = model.store(*page, skip, Medium.GPU)
                 assert event is not None
                 events.append(event)
-    for event in data.draw(st.permutations(events)):
+    shuffled = data.draw(st.permutations(events))
+    for event in shuffled:
         follow(held, bridge.apply(event))
     assert held == model.held()
+    for order in (shuffled, events):  # joined, they mean the same
+        together, joint = KvBridge(root_of, *shape, max_pages=10_000), set[tuple[Tier, bytes]]()
+        for each in joined(order, data.draw(st.integers(1, 20))):
+            follow(joint, together.apply(each))
+        assert joint == held
+        assert together.pages == bridge.pages
     late = KvBridge(root_of, *shape, max_pages=10_000)
     gone = {page for page in model.there[Medium.GPU] if data.draw(st.booleans())}
     removed = [PagesRemoved([model.number(page)]) for page in gone]
@@ -176,3 +184,26 @@ def test_pages_before_their_parents_count_when_these_come(
         gone -= {page for page in gone if model.number(page) == events[0].hashes[0]}
     model.there[Medium.GPU] -= gone
     assert held == model.held()
+
+
+NUMBERS = st.integers(0, 7)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from([(4, 1), (4, 4), (4, 3)]), st.data())
+def test_events_that_contradict_each_other_do_no_harm(shape: tuple[int, int], data: st.DataObject) -> None:
+    """Any hashes behind any: every event ends, and what is removed everywhere is gone."""
+    bridge = KvBridge(root_of, *shape, max_pages=data.draw(st.sampled_from([5, 1000])))
+    for _ in range(data.draw(st.integers(1, 12))):
+        hashes, medium = data.draw(st.lists(NUMBERS, max_size=4)), data.draw(MEDIA)
+        if data.draw(st.integers(0, 3)):
+            parent = data.draw(st.none() | NUMBERS)
+            bridge.apply(PagesStored(hashes, parent, [1] * len(hashes) * shape[1], shape[1], medium))
+        else:
+            bridge.apply(PagesRemoved(hashes, medium))
+    for medium in Medium:
+        bridge.apply(PagesRemoved(list(range(8)), medium))
+    waiting = bridge.pages
+    bridge.apply(PagesCleared())
+    assert waiting <= max(1, 1000 // 8)
+    assert bridge.memory_bytes == 0

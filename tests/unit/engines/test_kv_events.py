@@ -83,6 +83,7 @@ def test_media_that_nobody_knows_are_left_out() -> None:
         b"\x93",
         msgspec.msgpack.encode({"ts": 1.0}),
         msgspec.msgpack.encode(["now", [], 0]),
+        *(msgspec.msgpack.encode([float(time), [], 0]) for time in ("inf", "-inf", "nan")),
         msgspec.msgpack.encode([1.0, [STORED], "zero"]),
         msgspec.msgpack.encode([1.0, [3], 0]),
         msgspec.msgpack.encode([1.0, [{"type": "Else"}], 0]),
@@ -110,6 +111,15 @@ def test_frames() -> None:
     assert replay_request(5) == [b"", five]
     assert replay_frames([b"", b"topic", five, b"x"]) == replay_frames([b"", five, b"x"]) == (5, b"x")
     assert replay_frames([b"", b"", REPLAY_END, b""]) is replay_frames([b"", REPLAY_END, b""]) is None
+    assert live_frames([b"", b"\x7f" + b"\xff" * 7, b""])[0] == 2**63 - 1
+    assert replay_request(2**63)  # what follows the highest number
+    for number in (b"\x80" + bytes(7), b"\xff" * 7 + b"\xfe"):
+        with pytest.raises(MalformedKvEvents, match="no sequence number"):
+            live_frames([b"", number, b"x"])
+        with pytest.raises(MalformedKvEvents, match="no sequence number"):
+            replay_frames([b"", number, b"x"])
+    with pytest.raises(MalformedKvEvents, match="no sequence number"):
+        live_frames([b"", REPLAY_END, b"x"])
     for wrong in ([], [b"", five], [b"topic", five, b"x", b""], [b"", five[1:], b"x"]):
         with pytest.raises(MalformedKvEvents):
             live_frames(wrong)

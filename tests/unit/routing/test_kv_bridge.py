@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
+
 import pytest
 
 from engines.types import Medium, PagesCleared, PagesRemoved, PagesStored
@@ -99,6 +102,77 @@ def test_pages_wait_for_their_parent_and_what_waits_too_long_is_forgotten() -> N
     assert (at.pages, at.forgotten_pages) == (4, 5)
     assert at.apply(stored(0, 4)) == [Held(CHAIN[:1], Tier.DEVICE), Held(CHAIN[:2], Tier.DEVICE)]
     assert at.apply(stored(8, 12)) == [Held(CHAIN[:3], Tier.DEVICE)]
+
+
+def test_pages_that_contradict_each_other_end() -> None:
+    at = bridge()
+    at.apply(PagesStored([1, 2], None, [1, 2], 1))
+    assert at.apply(PagesStored([4, 4, 2], 4, [1, 1, 2], 1)) == []
+    assert at.apply(PagesStored([4], 2, [4], 1)) == []  # what waited for it comes, and is not its own parent
+    assert at.apply(PagesStored([9], 8, [1], 1)) == at.apply(PagesStored([8, 9], 9, [1, 1], 1)) == []
+    assert at.apply(PagesStored([3, 8, 3, 3], 4, [1, 1, 1, 1], 1))[0].blocks[:1] == id_blocks(ROOT, [1, 2, 4, 1], 4)  # type: ignore[union-attr]
+    assert at.apply(PagesRemoved([1, 2, 3, 4, 8, 9, 4])) != []
+    assert at.pages == 0
+    assert at.memory_bytes == 0
+
+
+def test_what_waited_never_waits_again() -> None:
+    at = bridge()
+    for event in (stored(4, 5), PagesRemoved(PAGES[4:5]), stored(5, 6)):
+        assert at.apply(event) == []
+    assert at.apply(stored(0, 4)) == [Held(CHAIN[:1], Tier.DEVICE)]
+    assert at.pages == 4  # the last one's parent came and went
+
+
+@pytest.mark.parametrize("page_tokens", [1, 16])
+def test_pages_that_come_one_by_one_take_no_more_than_those_that_come_together(page_tokens: int) -> None:
+    slow, fast = (KvBridge(root_of, 64, page_tokens, 100_000) for _ in range(2))
+    ids = list(range(1024 * page_tokens))
+    fast.apply(PagesStored(range(1024), None, ids, page_tokens))
+    told: set[bytes] = set()
+    for page in range(1024):
+        tokens = ids[page * page_tokens : (page + 1) * page_tokens]
+        for change in slow.apply(PagesStored([page], page - 1 if page else None, tokens, page_tokens)):
+            assert isinstance(change, Held)
+            told |= set(change.blocks)
+    assert told == set(id_blocks(ROOT, ids, 64))
+    assert slow.memory_bytes == fast.memory_bytes
+    assert fast.memory_bytes <= 1024 * (105 + 4 * page_tokens) + 360 * 1024 * page_tokens // 64
+
+
+def test_memory_is_what_is_said_at_most() -> None:
+    """Of prompts in one piece, page by page, parting in every page, and waiting; and no less than half of it."""
+
+    def parting(at: KvBridge, start: int) -> None:
+        for page in range(start, start + 200):
+            before = page - 1 if page > start else None
+            at.apply(PagesStored([page], before, [1], 1))
+            at.apply(PagesStored([-page], before, [2], 1))
+
+    def waiting(at: KvBridge, start: int) -> None:
+        for page in range(start, start + 200):
+            at.apply(PagesStored([page], -page, [1], 1))
+
+    def by_page(at: KvBridge, start: int) -> None:
+        for page in range(start, start + 200):
+            at.apply(PagesStored([page], page - 1 if page > start else None, [1], 1))
+
+    def together(at: KvBridge, start: int) -> None:
+        at.apply(PagesStored(list(range(start, start + 200)), None, [1] * 200, 1))
+
+    for fill in (parting, waiting, by_page, together):
+        gc.collect()
+        tracemalloc.start()
+        at = KvBridge(root_of, 64, 1, 1_000_000)
+        for prompt in range(5):
+            fill(at, (prompt + 1) << 40)
+        gc.collect()
+        took = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        assert at.pages >= 1000
+        assert at.memory_bytes / 2 <= took <= at.memory_bytes, (fill.__name__, took, at.memory_bytes, at.pages)
+        at.reset()
+        assert at.memory_bytes == 0
 
 
 def test_a_bridge_that_overflows_follows_nothing_until_the_cache_is_cleared() -> None:
