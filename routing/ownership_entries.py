@@ -184,8 +184,4 @@ class Entries:
 
 def _done(void: log.Op) -> log.Op:
     """What an operation that found nothing has done all the same: a promise has ended, if it was about one."""
-    return (
-        void._replace(kind=log.DROP)
-        if void.kind in (log.PROMOTE, log.DROP)
-        else void._replace(kind=log.TOUCH, data=b"")
-    )
+    return log.drop(void.tail) if void.kind in (log.PROMOTE, log.DROP) else log.touch(Tier.DEVICE, (), 0)

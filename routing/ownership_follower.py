@@ -3,13 +3,15 @@
 A shard's log is followed while every entry continues the one before: its `seq` is one more, it names that entry's id,
 and its `db_epoch` is the same. Else, and where two seconds of silence turn out to be a gap, the shard is read anew:
 its position is noted first, then each engine's rows are read in chunks while the log goes on. Entries of an engine
-that is being read wait until its rows are merged; applying them again does no harm.
+that is being read wait until its rows are merged; applying them again does no harm. What cannot be read (of another
+version, or a person's) ends neither task: its shard or engine is read anew a second later.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from engines.types import EngineId
@@ -35,7 +37,10 @@ _MAX_WAITING = 4096
 """Entries of an engine that wait while it is read; beyond that it is read once more."""
 _WRITE_AGAIN_BYTES = 1 << 20
 """What may be queued before rows that are written anew wait."""
+_STRANGE_S = 1.0
+"""Before what could not be understood is read anew: it may still be there."""
 _ALL = 1 << 62
+_log = logging.getLogger("pdgate.ownership")
 
 Now = Callable[[], float]
 
@@ -51,6 +56,23 @@ class _Slices:
         if self._loop.time() > self._until_s:
             await asyncio.sleep(0)
             self._until_s = self._loop.time() + _SLICE_S
+
+
+def _coming(ops: Iterable[log.Op]) -> set[Field]:
+    """The rows that these operations make."""
+    return {(op.place, op.tail) for op in ops if op.kind in (log.HOLD, log.PROMOTE, log.CLAIM)}
+
+
+class _Faults:
+    """Logs exceptions that nobody expected, each with where it came from; the last one is not told again."""
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def note(self, what: str, problem: Exception) -> None:
+        if repr(problem) != self._last:
+            _log.error("%s: read anew", what, exc_info=problem)
+        self._last = repr(problem)
 
 
 class Reader:
@@ -70,6 +92,7 @@ class Reader:
         self._not_before_s: dict[EngineId, float] = {}
         self.reading: EngineId | None = None
         self._waiting: list[log.LogEntry] = []
+        self._faults = _Faults()
         self._wake = asyncio.Event()
         self.idle = asyncio.Event()
         self.idle.set()
@@ -123,6 +146,10 @@ class Reader:
                 self.read(due, write=write)
                 await asyncio.sleep(retry_s)
                 retry_s = min(2 * retry_s, _RETRY_MAX_S)
+            except Exception as problem:  # of what others wrote: the other engines are not to suffer for it
+                self._faults.note(f"the rows of {due}", problem)
+                self.read(due, write=write)
+                self._not_before_s[due] = loop.time() + _STRANGE_S
 
     async def _read(self, lane: Lane, write: bool, entries: Entries) -> None:
         self.reading, self._waiting = lane.engine_id, []
@@ -183,11 +210,15 @@ class Reader:
         slices = _Slices()
         for age in sorted(ages):
             for row in oldest_first(ages[age]):
+                if self._mirror.has_longer(lane.engine_id, row):
+                    if write:
+                        fields.discard(row.field)
+                    elif row.field not in _coming(lane.outstanding()):
+                        self._mirror.forget_row(lane.engine_id, *row.field)
                 self._mirror.merge(lane.engine_id, (row,), self._clock())
                 await slices.breathe()
         outstanding = tuple(lane.outstanding())
-        coming = (log.HOLD, log.PROMOTE, log.CLAIM)
-        fields |= {(op.place, op.tail) for op in outstanding if op.kind in coming}
+        fields |= _coming(outstanding)
         self._mirror.forget_beyond(lane.engine_id, fields, promises_only=write)
         lane.applied += 1
         if not self._mirror.apply(lane.engine_id, outstanding, self._clock(), own=True):
@@ -203,7 +234,7 @@ class Reader:
 
 
 class Follower:
-    """Keeps the mirror as the logs say. `positions` by shard; `resyncs` counts shards that were read anew."""
+    """Keeps the mirror as the logs say. `positions` by shard; `resyncs` of shards, `losses` those after lost data."""
 
     def __init__(
         self,
@@ -226,8 +257,10 @@ class Follower:
         self._reader = reader
         self._heads_script = load_script("routing", "heads")
         self._tasks: list[asyncio.Task[None]] = []
+        self._faults = _Faults()
+        self._not_before_s = [0.0] * SHARDS
         self.positions = [Position() for _ in range(SHARDS)]
-        self.resyncs = 0
+        self.resyncs = self.losses = 0
 
     def start(self) -> None:
         self._tasks = [
@@ -265,8 +298,12 @@ class Follower:
         retry_s = _RETRY_S
         while self._link.is_cluster == cluster:
             try:
-                await self._resync([shard for shard in shards if not self.positions[shard].current])
-                after = {key: self.positions[shard].last or b"0-0" for key, shard in by_key.items()}
+                await self._resync(self._due(shards))
+                followed = {key: self.positions[shard] for key, shard in by_key.items()}
+                after = {key: position.last or b"0-0" for key, position in followed.items() if position.current}
+                if not after:
+                    await asyncio.sleep(_RETRY_S)
+                    continue
                 streams = await self._link.read(after, _BLOCK_S, _COUNT)
                 if streams:
                     await self._take(by_key, streams)
@@ -278,23 +315,43 @@ class Follower:
                     self.positions[shard].heard_s = -_SILENCE_S  # ask where it stands first when it is back
                 await asyncio.sleep(retry_s)
                 retry_s = min(2 * retry_s, _RETRY_MAX_S)
+            except Exception as problem:  # of what others wrote
+                self._faults.note("the logs of ownership", problem)
+                for shard in shards:
+                    self._set_aside(shard)
+
+    def _due(self, shards: Sequence[int]) -> list[int]:
+        """The shards to read anew now."""
+        now_s = asyncio.get_running_loop().time()
+        return [each for each in shards if not self.positions[each].current and now_s >= self._not_before_s[each]]
+
+    def _set_aside(self, shard: int) -> None:
+        """Something was there that cannot be read: the rows themselves may say more, in a moment."""
+        self.positions[shard].current = False
+        self._not_before_s[shard] = asyncio.get_running_loop().time() + _STRANGE_S
 
     async def _take(self, by_key: Mapping[bytes, int], streams: Mapping[bytes, list[Entry]]) -> None:
         slices = _Slices()
         for key, entries in streams.items():
-            position = self.positions[by_key[key]]
+            shard = by_key[key]
+            position = self.positions[shard]
             position.heard_s = asyncio.get_running_loop().time()
             for entry_id, fields in entries:
                 try:
                     entry = log.unpack_entry(fields)
-                except log.BadOps:  # of another version of pdgate: the rows themselves may say more
-                    position.current = False
+                except log.BadOps:  # of another version of pdgate
+                    self._set_aside(shard)
                     break
                 if not position.advance(entry_id, entry):
                     break
-                lane = self._entries.lane_of(entry.engine_id)
-                if lane is not None and not self._reader.keeps(entry):
-                    self._entries.take(lane, entry, self._clock())
+                try:
+                    lane = self._entries.lane_of(entry.engine_id)
+                    if lane is not None and not self._reader.keeps(entry):
+                        self._entries.take(lane, entry, self._clock())
+                except Exception as problem:
+                    self._faults.note(f"entry {entry_id!r} of {entry.engine_id}", problem)
+                    self._set_aside(shard)
+                    break
                 await slices.breathe()
         for lane in self._outbox.lanes.values():
             if lane.unread and lane.engine_id != self._reader.reading:
@@ -333,9 +390,10 @@ class Follower:
             known = self.positions[shard]
             known.compare(seq, db_epoch, wrote_seq)
             lost = known.lost
+            self.losses += lost
             self.resyncs += bool(known.db_epoch)
             self.positions[shard] = Position(seq, db_epoch, last, current=True, heard_s=now_s)
-            numbered = {EngineId(engine.decode()) for engine in head[3::2]}
+            numbered = {EngineId(engine.decode(errors="replace")) for engine in head[3::2]}
             for engine_id in {*filter(self._wanted, numbered), *self._outbox.lanes}:
                 if shard_of(engine_id) == shard:
                     self._outbox.lane(engine_id).forget_passed(_ALL if lost else seq)

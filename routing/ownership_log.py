@@ -6,7 +6,7 @@ writes them and into the log that others follow. Blocks are 16 bytes each. Times
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from struct import Struct, error
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from routing.ownership import ROOT, Run, Tier
 BLOCK_BYTES = 16
 _NO_PARENT = bytes(BLOCK_BYTES)
 _HEADER = Struct(">ccII")
+_PROMOTED = Struct(f">{BLOCK_BYTES}sI")
 HEADER_BYTES = _HEADER.size
 _NONE: frozenset[int] = frozenset()
 
@@ -24,7 +25,8 @@ CLAIM = b"c"
 HOLD = b"h"
 """Data: packed run. It is held; of two rows with one tail the longer stays."""
 PROMOTE = b"p"
-"""Data: tail of a pending run, which is held on `place` now. The blocks themselves are not sent again."""
+"""Data: tail of a pending run, and of how many blocks it is (4 bytes): it is held on `place` now. The blocks themselves
+are not sent again; a pending run of another length is another's."""
 DROP = b"d"
 """Data: tail of a pending run, which is gone."""
 TOUCH = b"t"
@@ -40,7 +42,24 @@ TIER_PLACE = {Tier.DEVICE: b"d", Tier.HOST: b"h", Tier.STORE: b"s"}
 PLACE_TIER = {place: tier for tier, place in TIER_PLACE.items()}
 
 
-_KINDS = frozenset((CLAIM, HOLD, PROMOTE, DROP, TOUCH, CUT, CLEAR))
+def _fits_run(length: int) -> bool:
+    return length >= 2 * BLOCK_BYTES and not length % BLOCK_BYTES
+
+
+_PENDING_ONLY = frozenset((PENDING_PLACE,))
+_TIERS = frozenset(PLACE_TIER)
+_Shape = tuple[frozenset[bytes], Callable[[int], bool]]
+_NO_SHAPE: _Shape = (frozenset(), bool)
+_SHAPES: dict[bytes, _Shape] = {
+    CLAIM: (_PENDING_ONLY, _fits_run),
+    HOLD: (_TIERS, _fits_run),
+    PROMOTE: (_TIERS, _PROMOTED.size.__eq__),
+    DROP: (_PENDING_ONLY, BLOCK_BYTES.__eq__),
+    TOUCH: (_TIERS, lambda length: not length % BLOCK_BYTES),
+    CUT: (_TIERS, (2 * BLOCK_BYTES).__eq__),
+    CLEAR: (_PENDING_ONLY, (0).__eq__),
+}
+"""On which places each kind of operation can be, and whether its data can be so long."""
 
 
 class Op(NamedTuple):
@@ -54,7 +73,12 @@ class Op(NamedTuple):
     @property
     def tail(self) -> bytes:
         """The run it is about, where it is about one."""
-        return self.data[:BLOCK_BYTES] if self.kind == CUT else self.data[-BLOCK_BYTES:]
+        return self.data[:BLOCK_BYTES] if self.kind in (CUT, PROMOTE) else self.data[-BLOCK_BYTES:]
+
+    @property
+    def promoted_blocks(self) -> int:
+        """Of how many blocks the run is that a PROMOTE is about."""
+        return int.from_bytes(self.data[BLOCK_BYTES:])
 
     @property
     def size_bytes(self) -> int:
@@ -108,7 +132,7 @@ def pack_ops(ops: Iterable[Op]) -> bytes:
 
 
 def unpack_ops(packed: bytes) -> Iterator[Op]:
-    """The operations of a batch, in order; raises BadOps where they end before they should."""
+    """The operations of a batch, in order; raises BadOps at the first that is none."""
     at = 0
     while at < len(packed):
         try:
@@ -118,7 +142,8 @@ def unpack_ops(packed: bytes) -> Iterator[Op]:
         at += _HEADER.size + length
         if at > len(packed):
             raise BadOps("the data of an operation ends early")
-        if kind not in _KINDS or (place not in PLACE_TIER and place != PENDING_PLACE) or length % BLOCK_BYTES:
+        places, fits = _SHAPES.get(kind, _NO_SHAPE)
+        if place not in places or not fits(length):
             raise BadOps(f"no operation is {kind!r} on {place!r} with {length} bytes")
         yield Op(kind, place, ttl_ms, packed[at - length : at])
 
@@ -130,7 +155,7 @@ def pack_run(run: Run) -> bytes:
 
 def is_run(packed: bytes) -> bool:
     """Whether these bytes can be a parent and at least one block."""
-    return len(packed) >= 2 * BLOCK_BYTES and not len(packed) % BLOCK_BYTES
+    return _fits_run(len(packed))
 
 
 def unpack_run(packed: bytes) -> Run:
@@ -159,8 +184,9 @@ def hold(tier: Tier, run: Run, ttl_ms: int) -> Op:
     return Op(HOLD, TIER_PLACE[tier], ttl_ms, pack_run(run))
 
 
-def promote(tier: Tier, tail: bytes, ttl_ms: int) -> Op:
-    return Op(PROMOTE, TIER_PLACE[tier], ttl_ms, tail)
+def promote(tier: Tier, tail: bytes, blocks: int, ttl_ms: int) -> Op:
+    """`blocks`: of the run that is meant."""
+    return Op(PROMOTE, TIER_PLACE[tier], ttl_ms, _PROMOTED.pack(tail, blocks))
 
 
 def drop(tail: bytes) -> Op:

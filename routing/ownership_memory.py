@@ -47,7 +47,7 @@ class Claim:
 
 @dataclass(slots=True)
 class ToldRun:
-    """A pending run that others were told of, and how many of our claims wait for it."""
+    """A pending run that others were told of, or will be, and how many of our claims wait for it."""
 
     run: Run
     claims: int
@@ -86,11 +86,12 @@ class MemoryOwnership:
     def __init__(self, config: OwnershipConfig | None = None, changed: Changed | None = None) -> None:
         self._config = config or OwnershipConfig()
         self._held_ms = log.duration_ms(self._config.held_s, 0.0)
-        self._pending_ms = log.duration_ms(self._config.pending_s, 0.0)
         self._changed = changed
         self._owners: dict[EngineId, Owner] = {}
         self._claims: dict[ClaimId, Claim] = {}
         self._ids = count(1)
+        self._unsaid: dict[tuple[EngineId, bytes], float] = {}
+        """Pending runs of ours that nobody was told of yet, by engine and tail, and since when; the oldest first."""
         self.refused = 0
 
     async def start(self) -> None:
@@ -124,6 +125,22 @@ class MemoryOwnership:
         if claimed.expires_s > now_s:
             self._hold_chain(claimed.engine_id, self._owners[claimed.engine_id], claimed.blocks, now_s, tier)
         self._untell(claimed)
+
+    def say_claims(self, until_s: float) -> float | None:
+        """Tell of the claims made until then that still wait; when the next one was made, if there is one.
+
+        Most claims of short prompts have ended by then, and were never worth telling.
+        """
+        for (engine_id, tail), since_s in tuple(self._unsaid.items()):
+            if since_s > until_s:
+                return since_s
+            del self._unsaid[engine_id, tail]
+            owner = self._owners[engine_id]
+            told = owner.told[tail]
+            if told.expires_s > until_s:
+                ttl_ms = log.duration_ms(told.expires_s, until_s)
+                self._note(engine_id, owner.epoch, log.claim(told.run, ttl_ms))
+        return None
 
     def drop(self, claim: ClaimId) -> None:
         if (claimed := self._forget_claim(claim)) is not None:
@@ -206,6 +223,8 @@ class MemoryOwnership:
         if (owner := self._owners.get(engine_id)) is not None:
             for claim in owner.claims:
                 del self._claims[claim]
+            for tail in owner.told:
+                self._unsaid.pop((engine_id, tail), None)
         self._owners[engine_id] = fresh = Owner(epoch, begun)
         return fresh
 
@@ -219,10 +238,11 @@ class MemoryOwnership:
         for run in self._put_chain(engine_id, owner, blocks, now_s, tier):
             tail = run.tail
             told = owner.told.get(tail)
-            ours = told is not None and told.run == run and told.expires_s > now_s
+            said = (engine_id, tail) not in self._unsaid
+            ours = said and told is not None and told.run == run and told.expires_s > now_s
             if ours and tail not in owner.promises:  # else the run that Redis has may be another's, and longer
                 del owner.told[tail]
-                self._note(engine_id, owner.epoch, log.promote(tier, tail, self._held_ms))
+                self._note(engine_id, owner.epoch, log.promote(tier, tail, len(run.blocks), self._held_ms))
             else:
                 self._note(engine_id, owner.epoch, log.hold(tier, run, self._held_ms))
         self._trim(engine_id, owner, tier)
@@ -283,13 +303,14 @@ class MemoryOwnership:
                 self._note(engine_id, owner.epoch, log.touch(tier, old, log.duration_ms(now_s + held_s, now_s)))
 
     def _tell(self, engine_id: EngineId, owner: Owner, run: Run, now_s: float) -> bytes:
-        """Others are told of a pending run once, however many claims wait for it."""
+        """Others are told (`say_claims`) of a pending run once, however many claims wait for it."""
         expires_s = now_s + self._config.pending_s
         tail = run.tail
         told = owner.told.get(tail)
         if told is None or told.expires_s <= now_s:
             owner.told[tail] = ToldRun(run, 1 + (told.claims if told else 0), expires_s)
-            self._note(engine_id, owner.epoch, log.claim(run, self._pending_ms))
+            self._unsaid.pop((engine_id, tail), None)
+            self._unsaid[engine_id, tail] = now_s
         else:
             told.claims += 1
         return tail
@@ -302,7 +323,8 @@ class MemoryOwnership:
                 told.claims -= 1
                 if not told.claims:
                     del owner.told[tail]
-                    self._note(claimed.engine_id, owner.epoch, log.drop(tail))
+                    if self._unsaid.pop((claimed.engine_id, tail), None) is None:
+                        self._note(claimed.engine_id, owner.epoch, log.drop(tail))
 
     def _note(self, engine_id: EngineId, epoch: int, op: log.Op) -> None:
         if self._changed is not None:

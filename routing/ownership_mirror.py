@@ -109,17 +109,23 @@ class OwnershipMirror(MemoryOwnership):
         return True
 
     def _apply_promote(self, engine_id: EngineId, owner: Owner, op: log.Op, now_s: float, own: bool) -> bool:
+        """A run of just that length is meant: another with its tail may be pending as well, or held.
+
+        Redis then has that run, or a longer one with its tail; so must we.
+        """
         tier, tail, until_s = log.PLACE_TIER[op.place], op.tail, now_s + op.ttl_ms / 1000
         rows = owner.tiers[tier]
-        known = [pending.run for pending in (owner.promises.get(tail), owner.told.get(tail)) if pending is not None]
-        if tail in rows.rows and not own:
-            rows.touch(tail, max(until_s, rows.rows[tail].expires_s))
-        elif known:
-            run = max(known, key=lambda run: len(run.blocks))
+        row = rows.rows.get(tail)
+        held = row is not None and len(row.run.blocks) >= op.promoted_blocks
+        if row is not None and held:
+            if not own:
+                rows.touch(tail, max(until_s, row.expires_s))
+        elif (run := _meant(owner, op)) is not None:
+            held = True
             if rows.put(run, until_s) and self._listener is not None:
                 self._listener.held(engine_id, run, tier)
         self._unpromise(engine_id, owner, tail)
-        return tail in rows.rows
+        return held
 
     def _apply_drop(self, engine_id: EngineId, owner: Owner, op: log.Op, now_s: float, own: bool) -> bool:
         self._unpromise(engine_id, owner, op.tail)
@@ -158,13 +164,24 @@ class OwnershipMirror(MemoryOwnership):
         owner = self._owner(engine_id)
         for row in rows:
             until_s = now_s + row.ttl_ms / 1000
-            tier = log.PLACE_TIER.get(row.place)
             if not log.is_run(row.packed):
                 continue  # of another version of pdgate
-            if tier is not None:
+            if (tier := log.PLACE_TIER.get(row.place)) is not None:
                 self._put(engine_id, owner, tier, row.packed, until_s, own=True)
-            elif row.field[1] not in owner.told:
+            elif row.place == log.PENDING_PLACE and row.field[1] not in owner.told:
                 self._promise(engine_id, owner, row.packed, until_s)
+
+    def has_longer(self, engine_id: EngineId, row: SharedRow) -> bool:
+        """Whether we hold more under the name of a row than Redis does."""
+        tier, known = log.PLACE_TIER.get(row.place), None
+        if tier is not None and log.is_run(row.packed):
+            known = self._owner(engine_id).tiers[tier].rows.get(row.field[1])
+        return known is not None and len(row.packed) < (len(known.run.blocks) + 1) * log.BLOCK_BYTES
+
+    def forget_row(self, engine_id: EngineId, place: bytes, tail: bytes) -> None:
+        """A row that we have is over."""
+        tier = log.PLACE_TIER[place]
+        self._lost(engine_id, tier, self._owner(engine_id).tiers[tier].remove(tail))
 
     def beyond(self, engine_id: EngineId, fields: Container[Field], now_s: float) -> Iterator[log.Op]:
         """What would have to be written for every live row that is not among `fields`, and for our claims.
@@ -180,7 +197,8 @@ class OwnershipMirror(MemoryOwnership):
                     yield log.hold(tier, row.run, log.duration_ms(row.expires_s, now_s))
         for tail, told in tuple(owner.told.items()):
             lives = told.expires_s > now_s and self._owners.get(engine_id) is owner and owner.told.get(tail) is told
-            if lives and (log.PENDING_PLACE, tail) not in fields:
+            said = (engine_id, tail) not in self._unsaid  # else nobody would be told of its end
+            if lives and said and (log.PENDING_PLACE, tail) not in fields:
                 yield log.claim(told.run, log.duration_ms(told.expires_s, now_s))
 
     def forget_beyond(self, engine_id: EngineId, fields: Container[Field], *, promises_only: bool) -> None:
@@ -213,9 +231,8 @@ class OwnershipMirror(MemoryOwnership):
         """The blocks that a HOLD or PROMOTE is about, as far as they are known."""
         if op.kind == log.HOLD:
             return log.split_blocks(op.data)[1:]
-        owner = self._owner(engine_id)
-        pending = owner.promises.get(op.tail) or owner.told.get(op.tail)
-        return pending.run.blocks if pending is not None else ()
+        run = _meant(self._owner(engine_id), op)
+        return run.blocks if run is not None else ()
 
     def cut_row(self, engine_id: EngineId, tier: Tier, tail: bytes, first_lost: bytes) -> None:
         """End a row of others before a block that we know to be lost, and tell them."""
@@ -285,6 +302,14 @@ class OwnershipMirror(MemoryOwnership):
             for tail in tuple(owner.promises):
                 self._unpromise(engine_id, owner, tail)
         return super()._clear(engine_id, epoch, begun=begun)
+
+
+def _meant(owner: Owner, op: log.Op) -> Run | None:
+    """The pending run that a PROMOTE is about, where its blocks are known."""
+    for pending in (owner.promises.get(op.tail), owner.told.get(op.tail)):
+        if pending is not None and len(pending.run.blocks) == op.promoted_blocks:
+            return pending.run
+    return None
 
 
 _APPLY = {

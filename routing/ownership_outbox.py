@@ -37,6 +37,7 @@ class Batch:
     ops: tuple[log.Op, ...]
     applied: int
     seq: int | None = None
+    refusals: int = 0
 
     @property
     def size_bytes(self) -> int:
@@ -177,7 +178,7 @@ class Outbox:
 
     def abandon(self, lane: Lane, batch: Batch) -> None:
         """Redis does not take this batch, and never will."""
-        lane.unread.remove(batch)
+        lane.unread = deque(each for each in lane.unread if each is not batch)
         self.dropped += len(batch.ops)
         lane.again = True
 

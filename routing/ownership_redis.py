@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from secrets import token_hex
 from typing import Any
 
 from engines.types import EngineId
@@ -38,6 +37,10 @@ _LAST_FLUSH_S = 0.5
 _QUEUE_BYTES, _FLUSH_BYTES, _BATCH_BYTES = 4 << 20, 1 << 20, 128 << 10
 _LOG_KEEP_MS = 10_000
 """Twice what a snapshot takes, several times over: followers who are further behind read rows, not entries."""
+_REFUSALS = 5
+"""So often a batch that Redis has an error for is tried again."""
+_CLAIM_TOLD_AFTER_S = 0.1
+"""Claims that end sooner are never told: what was dispatched is then written once, as held."""
 _TIDY_S = 0.3
 """How often the batches of an engine have Redis clear out rows whose time is over."""
 _REPORT_S, _REPORT_KEEP_MS = 1.0, 10_000
@@ -59,7 +62,10 @@ class RedisOwnership:
         replica: str,
         wanted: Callable[[EngineId], bool],
         config: OwnershipConfig | None = None,
+        tell: Callable[[str], None] = lambda line: None,
     ) -> None:
+        """`tell` is given one line whenever something is wrong that the link cannot know, and when it is over."""
+        self._tell = tell
         self._link = link
         self._keys = keys
         self._spawn = spawn
@@ -78,8 +84,10 @@ class RedisOwnership:
         self._write_script = load_script("routing", "write")
         self._report_script = load_script("routing", "report")
         rows_ms = int(2000 * max(self._config.held_s, self._config.pending_s))
-        new_db_epoch = token_hex(8).encode()
-        self._write_args = tuple((b"%d" % _LOG_KEEP_MS, b"%d" % rows_ms, b"%d" % tidy, new_db_epoch) for tidy in (0, 1))
+        self._write_args = tuple((b"%d" % _LOG_KEEP_MS, b"%d" % rows_ms, b"%d" % tidy) for tidy in (0, 1))
+        self._refusals: dict[EngineId, str] = {}
+        """Engines whose latest batch Redis had an error for, and which."""
+        self._saying: asyncio.TimerHandle | None = None
         self._names: dict[EngineId, tuple[int, tuple[bytes, ...]]] = {}
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -107,7 +115,13 @@ class RedisOwnership:
             except TimeoutError:
                 pass
         self._tasks = []
+        if self._saying is not None:
+            self._saying.cancel()
+            self._saying = None
         await self._follower.stop()
+        with contextlib.suppress(RedisTrouble):  # it is forgotten by itself then
+            if self._link.state.trouble is None:
+                await self._link.command("HDEL", self._keys.replicas(), self._replica)
 
     async def wait_current(self, timeout_s: float) -> bool:
         """Wait until everything was read that others have written; whether that is so now."""
@@ -122,15 +136,18 @@ class RedisOwnership:
 
     def status(self) -> StoreStatus:
         trouble = self._link.state.trouble
+        told = f"{trouble}: {self._link.state.message}" if trouble is not None else ""
         if trouble is not None:
             state = StoreState.CUT_OFF
+        elif self._refusals:
+            state, told = StoreState.BEHIND, f"it refuses what is written: {next(iter(self._refusals.values()))}"
         else:
             state = StoreState.SHARED if self._follower.current else StoreState.BEHIND
         return StoreStatus(
             kind="redis",
             state=state,
             where=self._link.where,
-            trouble=f"{trouble}: {self._link.state.message}" if trouble is not None else "",
+            trouble=told,
             blocks=self._mirror.status().blocks,
             queued_bytes=self._outbox.queued_bytes,
             dropped=self._outbox.dropped,
@@ -164,7 +181,18 @@ class RedisOwnership:
     # ---- the mirror answers --------------------------------------------------------------------------------------
 
     def claim_pending(self, engine_id: EngineId, epoch: int, blocks: Sequence[bytes], now_s: float) -> ClaimId:
-        return self._mirror.claim_pending(engine_id, epoch, blocks, now_s)
+        claim = self._mirror.claim_pending(engine_id, epoch, blocks, now_s)
+        if self._saying is None and self._tasks:
+            self._saying = asyncio.get_running_loop().call_later(_CLAIM_TOLD_AFTER_S, self._say_claims)
+        return claim
+
+    def _say_claims(self) -> None:
+        now_s = self._clock()
+        next_s = self._mirror.say_claims(now_s - _CLAIM_TOLD_AFTER_S)
+        self._saying = None
+        if next_s is not None:
+            wait_s = max(_FLUSH_S, next_s + _CLAIM_TOLD_AFTER_S - now_s)
+            self._saying = asyncio.get_running_loop().call_later(wait_s, self._say_claims)
 
     def confirm(self, claim: ClaimId, now_s: float, tier: Tier = Tier.DEVICE) -> None:
         self._mirror.confirm(claim, now_s, tier)
@@ -226,18 +254,30 @@ class RedisOwnership:
         """Ask for the numbers of new boots, then write one batch an engine; whether Redis took everything."""
         fine = await self._settle()
         batches = self._outbox.next_batches(_FLUSH_BYTES)
+        boots = [(lane.epoch, lane.number) for lane, _ in batches]
         replies = await self._link.run_all([self._write_call(lane, batch) for lane, batch in batches])
-        for (lane, batch), reply in zip(batches, replies, strict=True):
-            if batch not in lane.unread:
+        for (lane, batch), boot, reply in zip(batches, boots, replies, strict=True):
+            if (lane.epoch, lane.number) != boot:
                 continue  # another boot has begun meanwhile
             if not isinstance(reply, RedisTrouble):
+                if self._refusals.pop(lane.engine_id, None) is not None and not self._refusals:
+                    self._tell("takes what is written again")
                 self._written(lane, batch, reply)
-            elif reply.kind is Trouble.REFUSED:
-                self._outbox.abandon(lane, batch)
-                self._reader.read(lane.engine_id, write=True)
             else:
                 fine = False
+                if reply.kind is Trouble.REFUSED:
+                    self._was_refused(lane, batch, reply.message)
         return fine
+
+    def _was_refused(self, lane: Lane, batch: Batch, message: str) -> None:
+        """Redis has an error for this batch: try it again, a few times, before its rows are written anew."""
+        if not self._refusals:
+            self._tell(f"refuses what is written of {lane.engine_id}: {message}")
+        self._refusals[lane.engine_id] = message
+        batch.refusals += 1
+        if batch.refusals >= _REFUSALS:
+            self._outbox.abandon(lane, batch)
+            self._reader.read(lane.engine_id, write=True)
 
     def _write_call(self, lane: Lane, batch: Batch) -> ScriptCall:
         name = log.batch_name(self._replica, batch.number, lane.number, lane.engine_id)
@@ -245,7 +285,8 @@ class RedisOwnership:
         tidy = now_s >= lane.tidy_s
         if tidy:
             lane.tidy_s = now_s + _TIDY_S
-        args = (name, *self._write_args[tidy], log.pack_ops(batch.ops))
+        new_db_epoch = b"%s%x" % (self._replica.encode(), batch.number)
+        args = (name, *self._write_args[tidy], new_db_epoch, log.pack_ops(batch.ops))
         return ScriptCall(self._write_script, self._written_keys(lane.engine_id, lane.number), args)
 
     def _written_keys(self, engine_id: EngineId, number: int) -> tuple[bytes, ...]:
@@ -269,7 +310,9 @@ class RedisOwnership:
             self._follower.positions[shard_of(lane.engine_id)].wrote(lane, int(reply[2]), bytes(reply[3]))
             if reply[4]:
                 self._reader.read_later(lane.engine_id)
-            for tail in reply[5:]:
+            if b"" in reply[5:]:  # there were more of them than it tells
+                self._reader.read(lane.engine_id, write=True)
+            for tail in filter(None, reply[5:]):
                 assert lane.epoch is not None, "it was settled"
                 for op in self._mirror.missing_rows(lane.engine_id, tail, self._clock()):
                     self._outbox.add(lane.engine_id, lane.epoch, op)
@@ -319,8 +362,15 @@ class RedisOwnership:
     # ---- being seen ----------------------------------------------------------------------------------------------
 
     async def _report_forever(self) -> None:
-        """Say every second that this replica is there and how far it has read, for `ownership_inspect`."""
+        """Say every second that this replica is there and how far it has read, for `ownership_inspect`.
+
+        And say it here when data were lost meanwhile.
+        """
+        losses = 0
         while True:
+            if self._follower.losses > losses:
+                losses = self._follower.losses
+                self._tell("has lost data, or gone back to older ones: what is known here is written again")
             seqs = " ".join(str(position.seq) for position in self._follower.positions)
             call = ScriptCall(self._report_script, (self._keys.replicas(),), (self._replica, seqs, _REPORT_KEEP_MS))
             with contextlib.suppress(RedisTrouble):  # it is seen that nothing was said

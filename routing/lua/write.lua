@@ -5,6 +5,7 @@
 --      (ms), 3 how long the rows of an engine that nobody writes to are kept (ms), 4 '1': clear out what has expired,
 --      5 random text, the db_epoch of a data set that has none yet, 6 operations
 -- Returns {1, number, seq, db_epoch, cuts that found nothing, tails that PROMOTE or TOUCH did not find...}: it is done;
+--           of the tails at most 1000, and an empty one at the end if there are more;
 --         {0, number}: a newer boot is known, which has this number, and nothing was done;
 --         {-1, number}: this boot was never numbered here (0: none was), and nothing was done.
 -- The entry: h = 'seq, db_epoch, id of the entry before or -', and ARGV 1, by spaces; o = ARGV 6; x = the indexes of the
@@ -71,6 +72,12 @@ end
 local missing, lost_cuts, void = {}, 0, {}
 local apply = {}
 
+local function miss(tail) -- bounded: a reply is made on Lua's stack
+  if #missing <= 1000 then
+    missing[#missing + 1] = #missing < 1000 and tail or ''
+  end
+end
+
 function apply.c(place, ttl, packed)
   local field = 'd' .. string.sub(packed, -16)
   if call('HSETNX', runs, field, packed) == 0
@@ -86,19 +93,24 @@ function apply.h(place, ttl, packed)
   return true
 end
 
-function apply.p(place, ttl, tail)
-  local field = 'd' .. tail
-  if call('ZREM', pending, field) == 1 and call('HEXISTS', runs, field) == 1 then
+-- The run that is meant has that many blocks. A pending run of another length is another's, which has the same tail; a
+-- longer one that is held has all its blocks.
+function apply.p(place, ttl, data)
+  local tail, blocks = struct.unpack('>c16I4', data)
+  local size, field, held = 16 * (blocks + 1), 'd' .. tail, place .. tail
+  if call('ZREM', pending, field) == 1 and call('HSTRLEN', runs, field) == size then
     if place == 'd' then
       call('ZADD', expiry, 'GT', after(ttl), field)
     else
-      hold(place .. tail, call('HGET', runs, field), after(ttl))
+      hold(held, call('HGET', runs, field), after(ttl))
       forget(field)
     end
-  elseif until_ms(place .. tail) then
-    call('ZADD', expiry, 'GT', after(ttl), place .. tail)
+  elseif until_ms(held) and call('HSTRLEN', runs, held) >= size then
+    call('ZADD', expiry, 'GT', after(ttl), held)
+    forget(field)
   else
-    missing[#missing + 1] = tail
+    miss(tail)
+    forget(field)
     return false
   end
   return true
@@ -118,7 +130,7 @@ function apply.t(place, ttl, tails)
       call('ZADD', expiry, 'GT', after(ttl), place .. tail)
       any = true
     else
-      missing[#missing + 1] = tail
+      miss(tail)
     end
   end
   return any

@@ -169,7 +169,7 @@ class Replicas(RuleBasedStateMachine):
     def claim(self, index: int, engine_id: EngineId, name: str) -> tuple[int, ClaimId]:
         replica = self.replicas[index]
         epoch, boot = replica.boots[engine_id]
-        claim = replica.store.claim_pending(engine_id, epoch, chain(name), self.loop.time())
+        claim = self.loop.do(replica.store.claim_pending, engine_id, epoch, chain(name), self.loop.time())
         self.live[self.names * 10 + index, claim] = (engine_id, boot, chain(name))
         self.after()
         return self.names * 10 + index, claim

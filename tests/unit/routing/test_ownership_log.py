@@ -12,7 +12,7 @@ def test_operations_survive_packing() -> None:
     ops = [
         log.claim(Run(ROOT, (A, B)), 120_000),
         log.hold(Tier.HOST, Run(A, (B, C)), 1),
-        log.promote(Tier.DEVICE, B, 600_000),
+        log.promote(Tier.DEVICE, B, 2, 600_000),
         log.drop(B),
         log.touch(Tier.STORE, [A, C], 5),
         log.cut(Tier.DEVICE, C, B),
@@ -26,7 +26,8 @@ def test_operations_survive_packing() -> None:
 def test_the_tail_is_the_run_an_operation_is_about() -> None:
     assert log.hold(Tier.DEVICE, Run(A, (B, C)), 1).tail == C
     assert log.cut(Tier.DEVICE, C, B).tail == C
-    assert log.promote(Tier.DEVICE, B, 1).tail == B
+    assert log.promote(Tier.DEVICE, B, 2, 1).tail == B
+    assert log.promote(Tier.DEVICE, B, 70_000, 1).promoted_blocks == 70_000
 
 
 @pytest.mark.parametrize("cut", [1, 9, 10, 20])
@@ -37,8 +38,25 @@ def test_what_ends_early_is_said(cut: int) -> None:
 
 @pytest.mark.parametrize(
     "op",
-    [log.Op(b"?", b"d", 0, A), log.Op(log.HOLD, b"?", 0, A), log.Op(log.HOLD, b"d", 0, b"short")],
-    ids=["kind", "place", "data"],
+    [
+        log.Op(b"?", b"d", 0, A),
+        log.Op(log.HOLD, b"?", 0, A + B),
+        log.Op(log.HOLD, b"p", 0, A + B),
+        log.Op(log.HOLD, b"d", 0, A),
+        log.Op(log.HOLD, b"d", 0, A + B + b"short"),
+        log.Op(log.CLAIM, b"d", 0, A + B),
+        log.Op(log.CLAIM, b"p", 0, A),
+        log.Op(log.PROMOTE, b"d", 0, A),
+        log.Op(log.PROMOTE, b"p", 0, A + b"1234"),
+        log.Op(log.DROP, b"d", 0, A),
+        log.Op(log.DROP, b"p", 0, A + B),
+        log.Op(log.TOUCH, b"p", 0, A),
+        log.Op(log.TOUCH, b"d", 0, b"short"),
+        log.Op(log.CUT, b"p", 0, A + B),
+        log.Op(log.CUT, b"d", 0, A),
+        log.Op(log.CLEAR, b"d", 0, b""),
+        log.Op(log.CLEAR, b"p", 0, A),
+    ],
 )
 def test_what_is_no_operation_is_said(op: log.Op) -> None:
     with pytest.raises(log.BadOps):

@@ -42,8 +42,70 @@ def test_rows_of_others_are_adopted_by_the_first_epoch_that_is_seen_here() -> No
 def test_an_operation_on_an_unknown_row_cannot_be_followed() -> None:
     mirror = OwnershipMirror()
     assert not mirror.apply(P0, [log.cut(Tier.DEVICE, A, A)], 0.0, own=False)
-    assert not mirror.apply(P0, [log.promote(Tier.DEVICE, A, 1000)], 0.0, own=False)
+    assert not mirror.apply(P0, [log.promote(Tier.DEVICE, A, 1, 1000)], 0.0, own=False)
     assert mirror.apply(P0, [log.touch(Tier.DEVICE, [A], 1000), log.drop(A)], 0.0, own=False)
+
+
+SHORT, LONG = Run(B, (C, D)), Run(ROOT, (A, B, C, D))
+
+
+def promote(run: Run) -> log.Op:
+    return log.promote(Tier.DEVICE, run.tail, len(run.blocks), 1000)
+
+
+def held(mirror: OwnershipMirror) -> list[Run]:
+    return [each.run for each in mirror.snapshot(0.5) if each.state == "held"]
+
+
+def test_a_promotion_is_of_the_run_that_was_meant() -> None:
+    """Two pending runs have one tail, of which the longer is known."""
+    for run, followed, rows in ((LONG, True, [LONG]), (SHORT, False, [])):
+        mirror = OwnershipMirror()
+        assert mirror.apply(P0, [log.claim(SHORT, 1000), log.claim(LONG, 1000)], 0.0, own=False)
+        assert mirror.apply(P0, [promote(run)], 0.0, own=False) is followed
+        assert [each.run for each in mirror.snapshot(0.0)] == rows
+
+
+def test_of_what_is_promoted_and_what_is_held_the_longer_stays() -> None:
+    for before, run in ((SHORT, LONG), (LONG, SHORT), (LONG, LONG)):
+        mirror = OwnershipMirror()
+        assert mirror.apply(P0, [log.hold(Tier.DEVICE, before, 600), log.claim(run, 1000)], 0.0, own=False)
+        assert mirror.apply(P0, [promote(run)], 0.0, own=False)
+        [row] = mirror.snapshot(0.5)
+        assert (row.run, row.expires_s) == (LONG, 1.0)
+
+
+def test_a_promotion_of_a_longer_run_than_is_known_cannot_be_followed() -> None:
+    mirror = OwnershipMirror()
+    mirror.apply(P0, [log.hold(Tier.DEVICE, SHORT, 1000)], 0.0, own=False)
+    assert not mirror.apply(P0, [promote(LONG)], 0.0, own=False)
+    assert held(mirror) == [SHORT]
+
+
+def test_anothers_longer_run_takes_the_place_of_ours() -> None:
+    """Ours was promoted here already, and the other's is what Redis has."""
+    mirror = OwnershipMirror()
+    mirror.hold(P0, 1, [A, B], 0.0)
+    mirror.confirm(mirror.claim_pending(P0, 1, [A, B, C, D], 0.0), 0.0)
+    assert mirror.apply(P0, [log.claim(LONG, 1000), promote(LONG)], 0.0, own=False)
+    assert mirror.apply(P0, [promote(SHORT)], 0.0, own=True)
+    assert held(mirror) == [Run(ROOT, (A, B)), LONG]
+
+
+def test_claims_that_were_never_told_are_not_written_anew() -> None:
+    """Nobody would be told of their end."""
+    mirror = OwnershipMirror()
+    mirror.claim_pending(P0, 1, [A], 0.0)
+    assert list(mirror.beyond(P0, frozenset(), 0.0)) == []
+    mirror.say_claims(0.1)
+    assert [op.kind for op in mirror.beyond(P0, frozenset(), 0.1)] == [log.CLAIM]
+
+
+def test_rows_on_places_that_do_not_exist_are_left_out() -> None:
+    mirror = OwnershipMirror()
+    strange = (SharedRow(b"z", log.pack_run(LONG), 1000, 1000), SharedRow(b"d", A, 1000, 1000))
+    mirror.merge(P0, strange, 0.0)
+    assert list(mirror.snapshot(0.0)) == []
 
 
 def entry(seq: int, before: bytes, db_epoch: bytes = b"x") -> log.LogEntry:
