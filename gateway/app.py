@@ -9,7 +9,7 @@ import asyncio
 import logging
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import UTC, datetime
 from random import Random, SystemRandom
 
@@ -188,28 +188,29 @@ def _replicas(
 
 @asynccontextmanager
 async def started(gw: Gateway) -> AsyncIterator[Gateway]:
-    """The parts at work; on leaving, abandoned attempts are released and every task has ended."""
-    await gw.upstream.start()
-    await gw.shared.start()
-    if gw.replicas is not None:
-        await gw.replicas.start()
-    gw.monitor.start()
-    gw.joins.start()
-    gw.feed.start()
-    try:
-        yield gw
-    finally:
-        await gw.releaser.drained(_LAST_RELEASES_S)
-        await gw.feed.stop()
-        await gw.second_look.stop()
-        await gw.joins.stop()
-        if gw.replicas is not None:
-            await gw.replicas.stop()
-        await gw.monitor.stop()
+    """The parts at work; on leaving, abandoned attempts are released and every task has ended.
+
+    What was started is ended in the reverse order, also when a later part does not start, or an earlier end fails.
+    """
+    async with AsyncExitStack() as ends:
+        ends.push_async_callback(gw.upstream.close)
+        await gw.upstream.start()
+        ends.push_async_callback(gw.shared.stop)
+        await gw.shared.start()
         if gw.tokenizer is not None:
-            gw.tokenizer.close()
-        await gw.shared.stop()
-        await gw.upstream.close()
+            ends.callback(gw.tokenizer.close)
+        ends.push_async_callback(gw.monitor.stop)
+        if gw.replicas is not None:
+            ends.push_async_callback(gw.replicas.stop)
+            await gw.replicas.start()
+        gw.monitor.start()
+        ends.push_async_callback(gw.joins.stop)
+        gw.joins.start()
+        ends.push_async_callback(gw.second_look.stop)
+        ends.push_async_callback(gw.feed.stop)
+        gw.feed.start()
+        ends.push_async_callback(gw.releaser.drained, _LAST_RELEASES_S)
+        yield gw
 
 
 async def serve(config: Config, *, announce: bool = True) -> int:
