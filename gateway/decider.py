@@ -247,8 +247,8 @@ class Decider:
             prefill_s(prefill.timing, work.prompt_tokens, work.cached_tokens),
             snapshot.now_s,
         )
-        self.bookings.book(booking)
         claim = self.owners.promise(prefill.view, request, snapshot.now_s)
+        self.bookings.book(booking)  # last: nothing that may go wrong comes between this and its decision
         waited_s = max(0.0, snapshot.now_s - request.arrival_s)
         return Decision(
             booking.rid,
@@ -314,7 +314,7 @@ class Decider:
         shared = self.bookings.prefill_requests(engine_id) > self.bookings.own(engine_id).prefill_requests
         if took_s is not None and facts is not None and not shared:  # else it also did what others had sent
             cached = work.cached_tokens if cached_tokens is None else min(cached_tokens, work.prompt_tokens - 1)
-            self.learned.saw_prefill(decision.prefill.engine_id, facts.chunk_tokens, work.prompt_tokens, cached, took_s)
+            self.learned.saw_prefill(engine_id, facts.chunk_tokens, work.prompt_tokens, cached, took_s)
 
     def finished(self, decision: Decision) -> None:
         """The attempt is over, however: release what is still booked. Once; later calls do nothing."""

@@ -694,3 +694,16 @@ async def test_a_fault_in_a_decision_is_borne_by_its_own_request() -> None:
         await bad
     at.finished(await good)
     assert (at.bookings.live(), len(at.queue)) == (0, 0)
+
+
+@timeless
+async def test_a_promise_that_goes_wrong_books_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    at = decider(up("p0", "d0"))
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(at.owners, "promise", fail)
+    with pytest.raises(RuntimeError, match="a fault of ours"):
+        await at.submit(request(blocks=BLOCKS))
+    assert at.bookings.live() == 0
