@@ -54,7 +54,8 @@ def row(size: int, blocks: tuple[bytes, ...]) -> str:
 
     def claim_and_hold() -> None:
         one.add_pending(owner, blocks)
-        one.confirm(owner, blocks)
+        one.drop(owner, blocks)
+        one.add_held(owner, blocks)
 
     request = a_request(blocks)
     idle, busy = fleet(size, Random(1), busy=False), fleet(size, Random(1), busy=True)

@@ -213,7 +213,7 @@ async def _errors_as_json(request: web.Request, handler: _Handler) -> web.Stream
         return error_response(refused)
     except (ConnectionError, web.HTTPException):
         raise
-    except Exception:
+    except Exception:  # a fault of ours: this is the last place where it can still become an answer
         if request.writer.output_size:
             raise  # which breaks the connection off: nobody must take what was sent for the whole
         _log.exception("%s %s", request.method, request.path)

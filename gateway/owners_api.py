@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from hashlib import blake2b
 from typing import Any
 
@@ -40,17 +41,7 @@ async def owners_json(gw: Gateway) -> dict[str, Any]:
 
 def status_json(status: StoreStatus) -> Mapping[str, Any]:
     """A store's status; empty texts are null."""
-    return {
-        "kind": status.kind,
-        "state": status.state,
-        "where": status.where or None,
-        "trouble": status.trouble or None,
-        "blocks": status.blocks,
-        "queued_bytes": status.queued_bytes,
-        "dropped": status.dropped,
-        "refused": status.refused,
-        "resyncs": status.resyncs,
-    }
+    return {**asdict(status), "where": status.where or None, "trouble": status.trouble or None}
 
 
 def _rows(gw: Gateway) -> Iterator[OwnerRow]:

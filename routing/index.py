@@ -118,7 +118,7 @@ class PrefixIndex:
         self._changed(added_blocks=len(blocks))
 
     def add_pending(self, engine_id: EngineId, blocks: Sequence[bytes]) -> None:
-        """A request with this chain was dispatched to the engine; ends in one `drop` or `confirm` of the same chain."""
+        """A request with this chain was dispatched to the engine; ends in one `drop` of the same chain."""
         pending = self._engine(engine_id).pending
         for block in blocks:
             pending[block] = pending.get(block, 0) + 1
@@ -136,11 +136,6 @@ class PrefixIndex:
                 del pending[block]
         self._changed()
 
-    def confirm(self, engine_id: EngineId, blocks: Sequence[bytes]) -> None:
-        """The dispatch of this chain succeeded: what was promised is held."""
-        self.drop(engine_id, blocks)
-        self.add_held(engine_id, blocks)
-
     def evict(self, engine_id: EngineId, blocks: Iterable[bytes], tier: Tier = Tier.DEVICE) -> int:
         """The engine has lost these blocks, in any order, on `tier`; returns how many the index had."""
         if (engine := self._engines.get(engine_id)) is None:
@@ -156,7 +151,7 @@ class PrefixIndex:
 
         Engines evict what was used least recently first, so what was used before a block that is gone is gone as
         well. Returns what was forgotten, the oldest first, by tier, without the tiers that lost nothing. To be called
-        before the `confirm` of the same request.
+        before what the same request left there is added.
         """
         if (engine := self._engines.get(engine_id)) is None:
             return {}

@@ -221,24 +221,6 @@ def truncated(run: Run, lost: Container[bytes]) -> Run | None:
     return Run(run.parent, run.blocks[:end]) if end else None
 
 
-def full_chains(runs: Iterable[Run]) -> Iterator[tuple[bytes, ...]]:
-    """The whole chain that each run of one engine ends, from the root; runs whose ancestors are missing yield nothing.
-
-    What a fresh index is filled with: an index forgets leaf-first, so it wants chains, not runs.
-    """
-    runs = list(runs)
-    place = {block: (run, index) for run in runs for index, block in enumerate(run.blocks)}
-    for run in runs:
-        parts = [run.blocks]
-        parent = run.parent
-        while parent != ROOT and (found := place.get(parent)) is not None:
-            owner, index = found
-            parts.append(owner.blocks[: index + 1])
-            parent = owner.parent
-        if parent == ROOT:
-            yield tuple(block for part in reversed(parts) for block in part)
-
-
 # -- names in Redis -------------------------------------------------------------------------------------------------
 
 SHARDS = 16

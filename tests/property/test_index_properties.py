@@ -121,7 +121,8 @@ class Index(RuleBasedStateMachine):
 
     @rule(engine_id=ENGINES, blocks=CHAINS)
     def confirm(self, engine_id: EngineId, blocks: tuple[bytes, ...]) -> None:
-        self.index.confirm(engine_id, blocks)
+        self.index.drop(engine_id, blocks)
+        self.index.add_held(engine_id, blocks)
         naive = self.of(engine_id)
         naive.pending = naive.pending - Counter(blocks)
         self.hold(engine_id, blocks, Tier.DEVICE)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from routing.ownership import ROOT, Run, accepts, full_chains, needs_refresh, truncated
+from routing.ownership import ROOT, Run, accepts, needs_refresh, truncated
 
 A, B, C, D, E = (bytes([letter]) * 16 for letter in b"abcde")
 CHAIN = (A, B, C, D, E)
@@ -26,12 +26,3 @@ def test_older_epochs_are_refused() -> None:
 def test_a_hit_is_written_when_under_half_of_the_time_is_left() -> None:
     assert not needs_refresh(expires_s=100.0, now_s=50.0, held_s=100.0)
     assert needs_refresh(expires_s=100.0, now_s=50.1, held_s=100.0)
-
-
-def test_chains_are_put_together_from_runs() -> None:
-    branch = Run(B, (E,))
-    assert set(full_chains([Run(ROOT, (A, B, C)), Run(C, (D,)), branch])) == {(A, B, C), (A, B, C, D), (A, B, E)}
-
-
-def test_a_run_without_its_ancestors_makes_no_chain() -> None:
-    assert list(full_chains([Run(B, (C,)), Run(ROOT, (D,))])) == [(D,)]
