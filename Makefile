@@ -3,14 +3,18 @@ PYTHON ?= $(shell command -v python3.12 >/dev/null 2>&1 && python3.12 --version 
             (command -v python3.11 >/dev/null 2>&1 && python3.11 --version >/dev/null 2>&1 && echo python3.11 || echo python3))
 VENV ?= .venv
 BIN := $(VENV)/bin
+SGLANG_DIR ?= $(shell echo $${PDGATE_SGLANG_DIR:-$${XDG_CACHE_HOME:-$$HOME/.cache}/pdgate/sglang-0.5.23})
+SGLANG := PDGATE_SGLANG_DIR=$(SGLANG_DIR)
 
-.PHONY: help demo install check lint types unit contract scenarios test test-long clean
+.PHONY: help demo install check lint types unit contract scenarios test sglang test-sglang smoke-sglang conformance test-long clean
 
 help:
 	@echo 'make demo       install, then a fleet of emulated servers, a gateway, and kills; every answer checked'
 	@echo 'make check      lint, types, unit and property tests'
 	@echo 'make test       check + contract + scenarios on real processes'
 	@echo 'make test-long  every criterion at its full size'
+	@echo 'make sglang     an environment that runs a real SGLang on a CPU'
+	@echo 'make test-sglang  pdgate in front of it; make conformance: the emulator held to it'
 
 demo: $(VENV)/installed
 	$(BIN)/pdgate demo
@@ -49,6 +53,18 @@ scenarios: $(VENV)/installed-dev
 check: lint types unit
 
 test: check contract scenarios
+
+sglang:
+	PYTHON=$(PYTHON) tests/sglang_cpu/install.sh $(SGLANG_DIR)
+
+test-sglang: $(VENV)/installed-dev sglang
+	$(SGLANG) $(BIN)/pytest tests/sglang --timeout 600
+
+smoke-sglang: $(VENV)/installed-dev sglang
+	$(SGLANG) $(BIN)/pytest tests/sglang -m smoke --timeout 600
+
+conformance: $(VENV)/installed-dev sglang
+	$(SGLANG) $(BIN)/python -m tests.conformance
 
 test-long: $(VENV)/installed-dev
 	$(BIN)/pytest tests -m long --timeout 3600

@@ -1,14 +1,13 @@
-"""`pdgate demo`: a fleet of emulated servers and a gateway as processes, shown at work and under kills.
+"""`pdgate demo`: a fleet of servers and a gateway as processes, shown at work and under kills.
 
-It drives the gateway from outside, as a client would, and checks every answer against the emulated model's own rule.
-Exit code 0 only if everything checked out.
+It drives the gateway from outside, as a client would, and checks every answer: against the emulated model's own rule,
+or, where the servers are real, against what they answered undisturbed. Exit code 0 only if everything checked out.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import ctypes
 import json
 import signal
 import sys
@@ -23,20 +22,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from engines.emulator.process import EmulatedServer, free_ports
-from engines.emulator.tokens import decode, encode, render_chat
-from engines.token_rule import continue_greedily, unpack
-from engines.types import Role
+from engines.server_process import ServerProcess, die_with_parent, free_ports
+from engines.sglang_process import NoEnvironment
+from gateway.demo_fleets import DemoFleet, EmulatedFleet, SglangFleet
 from gateway.explain_cli import show
 
-_MODEL = "emulated"
-_SPEED = 5.0
-_STREAMS = 12
-_CALLS = 8
-_LONG_TOKENS = 300
 _READY_S = 20.0
-_CHAT_S = 20.0
-_PR_SET_PDEATHSIG = 1
+_CHAT_S = 60.0
 _SYSTEM = "You are the guide of a museum of failures. " + " ".join(
     f"Rule {number}: never lose, repeat or splice a token, however many servers die." for number in range(1, 60)
 )
@@ -46,18 +38,14 @@ _SYSTEM = "You are the guide of a museum of failures. " + " ".join(
 class Chat:
     """One answer as a client saw it."""
 
+    question: str
     text: str
-    expected: str
     prefill: str
     decode: str
     attempts: int
     request_id: str
     cached_tokens: int
     error: str = ""
-
-    @property
-    def whole(self) -> bool:
-        return not self.error and self.text == self.expected
 
 
 @dataclass(slots=True)
@@ -88,6 +76,15 @@ class Report:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of `pdgate demo`."""
+    parser.add_argument(
+        "--engine",
+        choices=["emulated", "sglang"],
+        default="emulated",
+        help="sglang: real SGLang servers, from an environment that `make sglang` has built",
+    )
+    parser.add_argument(
+        "--sglang-dir", metavar="DIR", type=Path, help="that environment, if it is not where it belongs"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object; progress goes to standard error")
     parser.add_argument("--out", metavar="FILE", help="write the JSON object to FILE as well")
 
@@ -100,7 +97,12 @@ def run(args: argparse.Namespace) -> int:
         print(f"pdgate demo: --out {args.out}: there is no such folder", file=sys.stderr)
         return 2
     try:
-        asyncio.run(_demo(report, console))
+        fleet = SglangFleet(args.sglang_dir) if args.engine == "sglang" else EmulatedFleet()
+    except NoEnvironment as error:
+        print(f"pdgate demo: {error}", file=sys.stderr)
+        return 2
+    try:
+        asyncio.run(_demo(fleet, report, console))
     except (RuntimeError, aiohttp.ClientError, TimeoutError) as error:
         report.check("the demo ran to its end", False, f"{type(error).__name__}: {error}")
     text = json.dumps(report.as_json(), indent=2)
@@ -112,27 +114,27 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report.whole else 1
 
 
-async def _demo(report: Report, console: Console) -> None:
+async def _demo(fleet: DemoFleet, report: Report, console: Console) -> None:
     async with AsyncExitStack() as stack:
-        console.print("starting 2 prefill and 2 decode servers (emulated) and a gateway …")
-        prefills = [_server(Role.PREFILL), _server(Role.PREFILL)]
-        decodes = [_server(Role.DECODE), _server(Role.DECODE)]
-        for server in (*prefills, *decodes):
+        console.print(f"starting {fleet.story} and a gateway …")
+        for server in fleet.servers:
             stack.push_async_callback(server.stop)
             await server.launch()
-        for server in (*prefills, *decodes):
+        for server in fleet.servers:
             await server.wait_ready()
-        url = await stack.enter_async_context(_gateway(prefills, decodes))
-        guest = Guest(url, await stack.enter_async_context(aiohttp.ClientSession()))
-        await guest.wait_ready(pairs=4)
+            console.print(f"{server.role} {server.url} is up")
+        url = await stack.enter_async_context(_gateway(fleet))
+        guest = Guest(url, await stack.enter_async_context(aiohttp.ClientSession()), fleet)
+        await guest.wait_ready(pairs=len(fleet.prefills) * len(fleet.decodes))
         console.print(f"gateway at {url}, OpenAI API under {url}/v1\n")
-        await _shared_prefix(guest, report, console)
-        await _kill_a_decode(guest, decodes, report, console)
-        await _kill_a_prefill(guest, prefills, report, console)
-        await _nothing_leaked(guest, [*prefills, *decodes], report, console)
+        await _shared_prefix(guest, fleet, report, console)
+        if len(fleet.decodes) > 1:
+            await _kill_a_decode(guest, fleet, report, console)
+        await _kill_a_prefill(guest, fleet, report, console)
+        await _nothing_leaked(guest, fleet, report, console)
 
 
-async def _shared_prefix(guest: Guest, report: Report, console: Console) -> None:
+async def _shared_prefix(guest: Guest, fleet: DemoFleet, report: Report, console: Console) -> None:
     """Two chats with one long system prompt: the second is sent where the prefix is."""
     console.rule("two streamed chats with the same long system prompt")
     first = await guest.stream("What is the oldest exhibit?", 24)
@@ -148,56 +150,56 @@ async def _shared_prefix(guest: Guest, report: Report, console: Console) -> None
     report.second_cached_tokens = second.cached_tokens
     console.print(f"first answer: {first.text[:70]!r} …")
     console.print(f"second answer: {second.text[:70]!r} … ({second.cached_tokens} prompt tokens were cached)\n")
-    report.check("both chats are whole", first.whole and second.whole, first.error or second.error or "exact")
+    await _check_whole("both chats are whole", [first, second], 24, fleet, guest, report)
     same = second.prefill == first.prefill
     where = f"both prefilled on {second.prefill}" if same else f"{first.prefill}, then {second.prefill}"
     report.check("the second went to the prefix's owner", same, where)
     report.check("the engine found the prefix cached", second.cached_tokens > 0, f"{second.cached_tokens} tokens")
 
 
-async def _kill_a_decode(guest: Guest, decodes: Sequence[EmulatedServer], report: Report, console: Console) -> None:
+async def _kill_a_decode(guest: Guest, fleet: DemoFleet, report: Report, console: Console) -> None:
     """Non-streamed chats are under way on both decodes; one of the two is killed."""
     console.rule("a decode is killed during non-streamed chats")
-    calls = [
-        asyncio.ensure_future(guest.call(f"Tell me about exhibit {number}.", _LONG_TOKENS)) for number in range(_CALLS)
-    ]
-    victim = await guest.busiest(decodes, at_least=2)
+    questions = [f"Tell me about exhibit {number}." for number in range(fleet.calls)]
+    await fleet.learn(questions, fleet.long_tokens, guest.call)
+    calls = [asyncio.ensure_future(guest.call(question, fleet.long_tokens)) for question in questions]
+    victim = await guest.busiest(fleet.decodes, at_least=2)
     await victim.kill(signal.SIGKILL)
     console.print(f"killed decode {victim.url}")
     chats = await asyncio.gather(*calls)
     retried = sum(chat.attempts > 1 for chat in chats)
     _tell(console, chats)
-    report.check("chats are whole though a decode died", all(chat.whole for chat in chats), _whole_of(chats))
+    await _check_whole("chats are whole though a decode died", chats, fleet.long_tokens, fleet, guest, report)
     report.check("the kill was felt", retried > 0, f"{retried} of {len(chats)} took another attempt")
 
 
-async def _kill_a_prefill(guest: Guest, prefills: Sequence[EmulatedServer], report: Report, console: Console) -> None:
+async def _kill_a_prefill(guest: Guest, fleet: DemoFleet, report: Report, console: Console) -> None:
     """Streams are running; the prefill that made most of them is killed, which must touch none."""
     console.rule("a prefill is killed during running streams")
+    questions = [f"Describe room {number}." for number in range(fleet.streams)]
+    await fleet.learn(questions, fleet.long_tokens, guest.call)
     running = asyncio.Semaphore(0)
     streams = [
-        asyncio.ensure_future(guest.stream(f"Describe room {number}.", _LONG_TOKENS, running.release))
-        for number in range(_STREAMS)
+        asyncio.ensure_future(guest.stream(question, fleet.long_tokens, running.release)) for question in questions
     ]
     for _ in streams:
         await asyncio.wait_for(running.acquire(), _CHAT_S)
-    await prefills[0].kill(signal.SIGKILL)
-    console.print(f"killed prefill {prefills[0].url} with {_STREAMS} streams running")
+    await fleet.prefills[0].kill(signal.SIGKILL)
+    console.print(f"killed prefill {fleet.prefills[0].url} with {len(streams)} streams running")
     chats = await asyncio.gather(*streams)
     _tell(console, chats)
-    report.check("streams are whole though a prefill died", all(chat.whole for chat in chats), _whole_of(chats))
+    await _check_whole("streams are whole though a prefill died", chats, fleet.long_tokens, fleet, guest, report)
     once = all(chat.attempts == 1 for chat in chats)
     report.check("every stream took one attempt", once, f"{sum(chat.attempts for chat in chats)} for {len(chats)}")
 
 
-async def _nothing_leaked(guest: Guest, servers: Sequence[EmulatedServer], report: Report, console: Console) -> None:
-    """Every token of KV on the survivors is accounted for, by the servers' own ledgers."""
-    alive = [server for server in servers if server.returncode is None]
+async def _nothing_leaked(guest: Guest, fleet: DemoFleet, report: Report, console: Console) -> None:
+    """Every token of KV on the survivors is accounted for, by the servers' own word."""
+    alive = [server for server in fleet.servers if server.returncode is None]
     loop = asyncio.get_running_loop()
-    until_s = loop.time() + 30.0 / _SPEED + 2.0
+    until_s = loop.time() + fleet.release_s
     while True:
-        ledgers = [await guest.get(f"{server.url}/emulator/ledger") for server in alive]
-        report.leaked_kv_tokens = sum(sum(ledger["by_room"].values()) for ledger in ledgers)
+        report.leaked_kv_tokens = sum([await fleet.held_kv_tokens(server, guest.get) for server in alive])
         if report.leaked_kv_tokens == 0 or loop.time() > until_s:
             break
         await asyncio.sleep(0.1)
@@ -207,12 +209,26 @@ async def _nothing_leaked(guest: Guest, servers: Sequence[EmulatedServer], repor
     console.print()
 
 
+async def _check_whole(
+    what: str, chats: Sequence[Chat], tokens: int, fleet: DemoFleet, guest: Guest, report: Report
+) -> None:
+    """Every chat came without an error, and with the very text that it must have."""
+    exact, trouble = 0, ""
+    for chat in chats:
+        if not chat.error and chat.text == await fleet.expected(chat.question, tokens, guest.call):
+            exact += 1
+        else:
+            trouble = trouble or f"; {chat.error or 'an answer differs from ' + fleet.oracle}"
+    report.check(what, exact == len(chats), f"{exact} of {len(chats)} exact{trouble}")
+
+
 class Guest:
     """A client of the gateway."""
 
-    def __init__(self, url: str, http: aiohttp.ClientSession) -> None:
+    def __init__(self, url: str, http: aiohttp.ClientSession, fleet: DemoFleet) -> None:
         self.url = url
         self._http = http
+        self._fleet = fleet
 
     async def get(self, url: str) -> Any:
         async with self._http.get(url, timeout=aiohttp.ClientTimeout(total=5)) as answer:
@@ -235,7 +251,7 @@ class Guest:
         record: dict[str, Any] = await self.get(f"{self.url}/pdgate/explain/{request_id}")
         return record
 
-    async def busiest(self, decodes: Sequence[EmulatedServer], at_least: int) -> EmulatedServer:
+    async def busiest(self, decodes: Sequence[ServerProcess], at_least: int) -> ServerProcess:
         """The decode with most requests running, once it has some."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + _CHAT_S
@@ -249,21 +265,21 @@ class Guest:
 
     async def call(self, question: str, tokens: int) -> Chat:
         """One chat, not streamed."""
-        body = _body(question, tokens)
+        body = self._fleet.body(question, tokens)
         async with self._post(body) as answer:
             parsed = await answer.json()
             if answer.status != 200:
-                return _chat(body, "", answer.headers, None, parsed["error"]["message"])
+                return _chat(question, "", answer.headers, None, parsed["error"]["message"])
             text = parsed["choices"][0]["message"]["content"]
-            return _chat(body, text, answer.headers, parsed["usage"])
+            return _chat(question, text, answer.headers, parsed["usage"])
 
     async def stream(self, question: str, tokens: int, on_first: Any = None) -> Chat:
         """One streamed chat; `on_first` is called at its first content."""
-        body = {**_body(question, tokens), "stream": True, "stream_options": {"include_usage": True}}
+        body = {**self._fleet.body(question, tokens), "stream": True, "stream_options": {"include_usage": True}}
         text, usage, error, done = "", None, "", False
         async with self._post(body) as answer:
             if answer.status != 200:
-                return _chat(body, "", answer.headers, None, (await answer.json())["error"]["message"])
+                return _chat(question, "", answer.headers, None, (await answer.json())["error"]["message"])
             async for event in _events(answer):
                 if event == "[DONE]":
                     done = True
@@ -276,7 +292,7 @@ class Guest:
                     if text and on_first is not None:
                         on_first()
                         on_first = None
-        return _chat(body, text, answer.headers, usage, error or ("" if done else "the stream just ended"))
+        return _chat(question, text, answer.headers, usage, error or ("" if done else "the stream just ended"))
 
     def _post(self, body: dict[str, Any]) -> Any:
         timeout = aiohttp.ClientTimeout(total=_CHAT_S)
@@ -289,17 +305,11 @@ async def _events(answer: aiohttp.ClientResponse) -> AsyncIterator[str]:
             yield line[6:].strip().decode()
 
 
-def _body(question: str, tokens: int) -> dict[str, Any]:
-    messages = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": question}]
-    return {"model": _MODEL, "messages": messages, "max_tokens": tokens, "temperature": 0}
-
-
-def _chat(body: dict[str, Any], text: str, headers: Any, usage: Any, error: str = "") -> Chat:
-    prompt = unpack(encode(render_chat(body["messages"])))
+def _chat(question: str, text: str, headers: Any, usage: Any, error: str = "") -> Chat:
     details = (usage or {}).get("prompt_tokens_details") or {}
     return Chat(
+        question,
         text,
-        decode(continue_greedily(prompt, body["max_tokens"])),
         headers.get("x-pdgate-prefill", ""),
         headers.get("x-pdgate-decode", ""),
         int(headers.get("x-pdgate-attempts", 0)),
@@ -309,18 +319,14 @@ def _chat(body: dict[str, Any], text: str, headers: Any, usage: Any, error: str 
     )
 
 
-def _server(role: Role) -> EmulatedServer:
-    return EmulatedServer(role, speed=_SPEED, arguments=("--enable-cache-report",))
-
-
 @asynccontextmanager
-async def _gateway(prefills: Sequence[EmulatedServer], decodes: Sequence[EmulatedServer]) -> AsyncIterator[str]:
+async def _gateway(fleet: DemoFleet) -> AsyncIterator[str]:
     """A gateway process in front of these servers; its URL."""
     (port,) = free_ports(1)
     flags = ["--pd-disaggregation", "--host", "127.0.0.1", "--port", str(port), "--log-level", "warn"]
-    for server in prefills:
+    for server in fleet.prefills:
         flags += ["--prefill", server.url, str(server.bootstrap_port)]
-    for server in decodes:
+    for server in fleet.decodes:
         flags += ["--decode", server.url]
     process = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -329,7 +335,7 @@ async def _gateway(prefills: Sequence[EmulatedServer], decodes: Sequence[Emulate
         "gateway",
         "serve",
         *flags,
-        preexec_fn=_die_with_parent,
+        preexec_fn=die_with_parent,
         stderr=asyncio.subprocess.DEVNULL,
     )
     try:
@@ -344,18 +350,9 @@ async def _gateway(prefills: Sequence[EmulatedServer], decodes: Sequence[Emulate
                 await process.wait()
 
 
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _whole_of(chats: Sequence[Chat]) -> str:
-    bad = next((chat.error or "differs from the model's own answer" for chat in chats if not chat.whole), "")
-    return f"{sum(chat.whole for chat in chats)} of {len(chats)} exact" + (f"; {bad}" if bad else "")
-
-
 def _tell(console: Console, chats: Sequence[Chat]) -> None:
     attempts = sum(chat.attempts for chat in chats)
-    console.print(f"{_whole_of(chats)}, {attempts} attempts in all\n")
+    console.print(f"{len(chats)} chats, {attempts} attempts in all, {sum(bool(chat.error) for chat in chats)} errors\n")
 
 
 def _show_summary(report: Report, console: Console) -> None:

@@ -1,0 +1,201 @@
+"""One server in a child process: started, awaited, signalled, restarted, ended. A shell.
+
+Children die with this process, however it dies (PDEATHSIG), and are ended only by their own pid, or that of their
+process group where they lead one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import aiohttp
+
+from engines.types import Role
+
+READY_TIMEOUT_S = 30.0
+_POLL_S = 0.03
+_STOP_TIMEOUT_S = 5.0
+_PR_SET_PDEATHSIG = 1
+
+
+class ServerFailed(RuntimeError):
+    """A server ended, or did not become ready in time."""
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """Ports that were free a moment ago, all different."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sockets = [socket.socket(family) for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind((host, 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+def die_with_parent() -> None:
+    """Have the kernel end the calling process when its parent ends; called in the child."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class ServerProcess:
+    """One server in a child process; `async with` starts and stops it. Ports stay the same over `restart`.
+
+    `environment` is added to ours. `log`: the file that its output is appended to; else it goes where ours goes.
+    `leads_group`: it has children of its own, which are killed with it.
+    """
+
+    ready_timeout_s = READY_TIMEOUT_S
+    stop_signal = signal.SIGINT
+    """What ends it quickly."""
+
+    def __init__(
+        self,
+        role: Role,
+        command: Sequence[str],
+        *,
+        host: str,
+        port: int,
+        bootstrap_port: int,
+        environment: Mapping[str, str] | None = None,
+        log: Path | None = None,
+        leads_group: bool = False,
+    ) -> None:
+        self.role = role
+        self.host = host
+        self.port = port
+        self.bootstrap_port = bootstrap_port
+        self.log = log
+        self._command = command
+        self._environment = environment or {}
+        self._leads_group = leads_group
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        """The child's pid; ServerFailed before `start`."""
+        if self._process is None:
+            raise ServerFailed("not started")
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """The child's exit status (negative: by that signal), None while it runs."""
+        return self._process.returncode if self._process is not None else None
+
+    async def launch(self) -> None:
+        """Start the child without waiting for it."""
+        with contextlib.ExitStack() as stack:
+            output = stack.enter_context(self.log.open("ab")) if self.log is not None else None
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command,
+                env={**os.environ, **self._environment},
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=self._leads_group,
+                preexec_fn=die_with_parent,
+            )
+
+    async def start(self) -> Self:
+        """Start the child and wait until it is ready."""
+        await self.launch()
+        await self.wait_ready()
+        return self
+
+    async def wait_ready(self, timeout_s: float | None = None) -> None:
+        """Wait until `/ready` answers 200; ServerFailed if the child ends or the time is over."""
+        loop = asyncio.get_running_loop()
+        timeout_s = self.ready_timeout_s if timeout_s is None else timeout_s
+        until_s = loop.time() + timeout_s
+        async with aiohttp.ClientSession() as http:
+            while loop.time() < until_s:
+                if self.returncode is not None:
+                    raise ServerFailed(f"{self._name} ended with {self.returncode}{self._told()}")
+                if await _is_ready(http, self.url):
+                    return
+                await asyncio.sleep(_POLL_S)
+        raise ServerFailed(f"{self._name} was not ready within {timeout_s:g} s{self._told()}")
+
+    @property
+    def _name(self) -> str:
+        return f"{self.role} server on port {self.port}"
+
+    def _told(self) -> str:
+        return f"; its output is in {self.log}" if self.log is not None else ""
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal (SIGSTOP, SIGCONT, SIGTERM...) without waiting for anything; to its children too.
+
+        SIGTERM and SIGINT go to the server alone, which tells its children itself.
+        """
+        if self._process is None or self._process.returncode is not None:
+            return
+        if self._leads_group and number not in (signal.SIGTERM, signal.SIGINT):
+            os.killpg(self._process.pid, number)
+        else:
+            self._process.send_signal(number)
+
+    async def wait(self) -> int:
+        """Wait for the child's end; its exit status."""
+        if self._process is None:
+            raise ServerFailed("not started")
+        return await self._process.wait()
+
+    async def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        """Send a deadly signal and wait for the end."""
+        self.send_signal(number)
+        await self.wait()
+
+    async def restart(self) -> None:
+        """Kill the child if it runs, and start it again with the same ports."""
+        if self._process is not None:
+            await self.kill()
+        await self.start()
+
+    async def stop(self) -> None:
+        """End the child: quickly by its own signal, by SIGKILL if that does not help; no effect if it has ended."""
+        if self._process is None or self._process.returncode is not None:
+            return
+        self.send_signal(signal.SIGCONT)
+        self.send_signal(self.stop_signal)
+        try:
+            await asyncio.wait_for(self._process.wait(), _STOP_TIMEOUT_S)
+        except TimeoutError:
+            await self.kill()
+
+    async def __aenter__(self) -> Self:
+        try:
+            return await self.start()
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+
+async def _is_ready(http: aiohttp.ClientSession, url: str) -> bool:
+    try:
+        async with http.get(f"{url}/ready", timeout=aiohttp.ClientTimeout(total=1.0)) as reply:
+            return reply.status == 200
+    except (aiohttp.ClientError, TimeoutError, OSError):
+        return False
