@@ -1,7 +1,8 @@
 """What prefix ownership costs at a million blocks: memory, CPU, the longest call. `python -m benchmarks.ownership`.
 
-Runs are of 188 blocks (a prompt of 12 K tokens). Each setting is measured in a fresh process: memory as growth of the
-resident set, times as CPU of the calling thread; a "longest" call is one that would have held up the event loop.
+Runs are of 188 blocks (a prompt of 12 K tokens); chats are of 20 turns that add one to four blocks each. Each setting
+is measured in a fresh process: memory as growth of the resident set, times as CPU of the calling thread; a "longest"
+call is one that would have held up the event loop.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from random import Random
 from resource import getpagesize
@@ -26,6 +28,8 @@ from routing.index import PrefixIndex
 BLOCKS = 1_000_000
 RUN_BLOCKS = 188
 ENGINES = tuple(EngineId(f"p{i}") for i in range(8))
+TURNS, TURN_BLOCKS, CHATS_AT_ONCE = 20, (1, 2, 3, 4), 200
+MOVING_RATIOS = (0.25, 1.0)
 MATCHES = 500
 ROUNDS = 5
 REDIS_PART = "benchmarks.ownership_redis"
@@ -34,7 +38,8 @@ Chain = tuple[bytes, ...]
 
 
 def main() -> None:
-    for measure in (shared_by_all, one_owner_each):
+    chats: list[Callable[[], str]] = [partial(chats_that_move, ratio) for ratio in MOVING_RATIOS]
+    for measure in (shared_by_all, one_owner_each, *chats):
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
             print(fresh.submit(measure).result(), flush=True)
     if importlib.util.find_spec(REDIS_PART) is not None:
@@ -75,6 +80,47 @@ def one_owner_each() -> str:
     return "\n".join([f"{BLOCKS} blocks, each held by one engine", *lines])
 
 
+def chats_that_move(moving_ratio: float) -> str:
+    """Chats with short turns, each turn a claim of the whole chat; this ratio of the turns goes to any engine."""
+    index = PrefixIndex(BLOCKS)
+    gc.collect()
+    before_bytes = resident_bytes()
+    blocks = chats = 0
+    sum_ms = longest_ms = 0.0  # and no list of times, which would count as memory
+    while blocks < BLOCKS:
+        at_once = [chat(number, moving_ratio) for number in range(chats, chats + CHATS_AT_ONCE)]
+        chats += CHATS_AT_ONCE
+        blocks += sum(len(data) // 16 for data, _ in at_once)
+        for turn in range(TURNS):
+            for data, turns in at_once:
+                engine_id, end = turns[turn]
+                took_ms = cpu_ms(partial(index.add_held, engine_id, chain_of(data[: 16 * end])))
+                sum_ms += took_ms
+                longest_ms = max(longest_ms, took_ms)
+    del at_once, data, turns
+    gc.collect()
+    grown_bytes = resident_bytes() - before_bytes
+    prompts = [chain_of(chat(number, moving_ratio)[0]) for number in Random(0).sample(range(chats), MATCHES)]
+    return "\n".join(
+        [
+            f"{blocks} blocks in chats of {TURNS} turns, {moving_ratio:.0%} of them on any of {len(ENGINES)} engines",
+            f"  memory {grown_bytes / blocks:.1f} bytes a block (the index says {index.memory_bytes() / blocks:.1f})",
+            f"  {'add_held of a turn: mean':<34} {1e3 * sum_ms / chats / TURNS:7.1f} µs, longest {longest_ms:6.3f} ms",
+            f"  {'match of a whole chat':<34} {match_us(index, prompts):7.1f} µs",
+        ]
+    )
+
+
+def chat(number: int, moving_ratio: float) -> tuple[bytes, list[tuple[EngineId, int]]]:
+    """The hashes of the chat of this number; for each of its turns the engine and how many blocks it has by then."""
+    random = Random(number)
+    ends = list(accumulate(random.choices(TURN_BLOCKS, k=TURNS)))
+    engines = [random.choice(ENGINES)]
+    while len(engines) < TURNS:
+        engines.append(random.choice(ENGINES) if random.random() < moving_ratio else engines[-1])
+    return random.randbytes(16 * ends[-1]), list(zip(engines, ends, strict=True))
+
+
 def filled(owners_of_runs: list[tuple[EngineId, ...]]) -> tuple[PrefixIndex, list[str]]:
     """An index in which run i is held by these engines, and what that cost."""
     index = PrefixIndex(BLOCKS)
@@ -106,7 +152,10 @@ def told(name: str, times_ms: Sequence[float]) -> str:
 
 def chain(number: int) -> Chain:
     """The run of this number, in fresh objects as they come from a request."""
-    data = Random(number).randbytes(16 * RUN_BLOCKS)
+    return chain_of(Random(number).randbytes(16 * RUN_BLOCKS))
+
+
+def chain_of(data: bytes) -> Chain:
     return tuple(data[start : start + 16] for start in range(0, len(data), 16))
 
 

@@ -196,9 +196,12 @@ class PrefixIndex:
 
     def _reach(self, bit: int, segment: Segment, start: int, length: int, slow: dict[int, tuple[int, int]]) -> int:
         """How many of these blocks an engine has on any tier; adds to `slow` those that lie on host and store only."""
-        device, host, store = (
-            holder.blocks_of(segment, start, length) for holder in self._by_bit[bit].holders.values()
-        )
+        holders = self._by_bit[bit].holders
+        device = holders[Tier.DEVICE].blocks_of(segment, start, length)
+        if not segment.owners & (bit << 1 | bit << 2):
+            return device
+        host = holders[Tier.HOST].blocks_of(segment, start, length)
+        store = holders[Tier.STORE].blocks_of(segment, start, length)
         faster = max(device, host)
         if faster > device or store > faster:
             on_host, on_store = slow.get(bit, (0, 0))

@@ -21,6 +21,9 @@ from operator import ne
 MAX_SEGMENT_BLOCKS = 256
 """Bounds what one split copies; a longer run is several segments."""
 
+MAX_BEHIND = 16
+"""A segment that more holders have is not lengthened: those who are left with a part are looked at one by one."""
+
 BLOCK_BYTES = 72
 """Memory of one distinct block beside the tables: its hash, and its place in a segment (CPython 3.11, measured)."""
 SEGMENT_BYTES = 200
@@ -47,6 +50,10 @@ class Segment:
         self.grows = grows
         self.owners = 0
         self.partial = 0
+
+    def may_grow(self) -> bool:
+        """Whether a chain that ends with it lengthens it, rather than being followed by a new one."""
+        return self.grows and len(self.blocks) < MAX_SEGMENT_BLOCKS and self.owners.bit_count() <= MAX_BEHIND
 
 
 class _Hold:
@@ -82,8 +89,10 @@ class Holder:
 
     def blocks_of(self, segment: Segment, start: int, length: int) -> int:
         """How many of `length` blocks of `segment` from `start` on it has."""
-        hold = self.holds.get(segment)
-        return min(max(hold.blocks - start, 0), length) if hold is not None else 0
+        if (hold := self.holds.get(segment)) is None or hold.blocks <= start:
+            return 0
+        blocks = hold.blocks - start
+        return blocks if blocks < length else length
 
 
 class Segments:
@@ -168,12 +177,13 @@ class Segments:
     def _append(self, parts: list[Segment], holder: Holder, following: tuple[bytes, ...]) -> int:
         """Make a segment of what follows `parts`, or lengthen their last, up to the first known block; by how many.
 
-        `following` is no longer than a segment. One that others have too is not lengthened: they would have a part.
+        `following` is no longer than a segment. Others who have the last are left with a part of it.
         """
         last = parts[-1] if parts else None
-        if last is not None and last.grows and not last.owners & ~holder.bit and len(last.blocks) < MAX_SEGMENT_BLOCKS:
+        if last is not None and last.may_grow():
             new = self._place_unknown(following[: MAX_SEGMENT_BLOCKS - len(last.blocks)], last.blocks[0])
             last.blocks += new
+            last.partial = last.owners & ~holder.bit
         else:
             new = self._place_unknown(following, following[0])
             segment = self._segments[new[0]] = Segment(new)

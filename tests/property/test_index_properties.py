@@ -91,8 +91,13 @@ class Index(RuleBasedStateMachine):
         self.time = 0
         self.patches = ExitStack()
 
-    @initialize(segment_blocks=st.sampled_from([3, 256, 256]), sweep_blocks=st.sampled_from([1, 512]))
-    def begin(self, segment_blocks: int, sweep_blocks: int) -> None:
+    @initialize(
+        segment_blocks=st.sampled_from([3, 256, 256]),
+        behind=st.sampled_from([0, 1, 16, 16]),
+        sweep_blocks=st.sampled_from([1, 512]),
+    )
+    def begin(self, segment_blocks: int, behind: int, sweep_blocks: int) -> None:
+        self.patches.enter_context(patch.object(segments, "MAX_BEHIND", behind))
         self.patches.enter_context(patch.object(segments, "MAX_SEGMENT_BLOCKS", segment_blocks))
         self.index = PrefixIndex(CAPACITY, sweep_blocks=sweep_blocks)
 

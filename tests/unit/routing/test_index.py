@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from itertools import accumulate
 from random import Random
 
 import pytest
@@ -10,7 +11,7 @@ from routing import index as index_module
 from routing.index import NO_HIT, Hit, PrefixIndex
 from routing.ownership import Tier
 from routing.prefix import Namespace, root_hash, text_blocks
-from routing.segments import MAX_SEGMENT_BLOCKS, Segment, Segments
+from routing.segments import MAX_BEHIND, MAX_SEGMENT_BLOCKS, Segment, Segments
 
 P0, P1, P2 = EngineId("p0"), EngineId("p1"), EngineId("p2")
 A, B, C, D, E = (bytes([letter]) * 16 for letter in b"abcde")
@@ -217,6 +218,51 @@ def test_a_chain_longer_than_a_segment_is_one_run() -> None:
     assert held(index, P0, *blocks) == MAX_SEGMENT_BLOCKS
 
 
+def test_a_chain_that_another_engine_lengthens_stays_one_segment_with_what_each_has() -> None:
+    index = PrefixIndex()
+    index.add_held(P0, [A])
+    index.add_held(P1, [A, B])
+    index.add_held(P2, [A, B, C, D])
+    index.add_held(P2, [A, B], Tier.HOST)
+    index.add_held(P1, [A, B, C, D, E])
+    assert segments_of(index) == 2, "cut once, where only a part was used"
+    assert index.match([A, B, C, D, E]) == {P0: Hit(1, 1), P1: Hit(5, 5), P2: Hit(4, 4)}
+    assert [index.held_blocks(engine_id) for engine_id in (P0, P1, P2)] == [1, 5, 4]
+    index.evict(P1, [C, D, E])
+    assert index.match([A, B, C, D, E]) == {P0: Hit(1, 1), P1: Hit(2, 2), P2: Hit(4, 4)}
+
+
+def test_what_another_engine_lengthens_is_not_used_by_those_left_behind() -> None:
+    index = PrefixIndex(capacity_blocks=2)
+    index.add_held(P0, [A])
+    index.add_held(P0, [D])
+    index.add_held(P1, [A, B])
+    index.add_held(P0, [E])
+    assert [held(index, P0, block) for block in (A, D, E)] == [0, 1, 1]
+    assert held(index, P1, A, B) == 2
+
+
+def test_a_miss_behind_what_an_engine_was_left_with_forgets_nothing() -> None:
+    index = PrefixIndex()
+    index.add_held(P0, [E])
+    index.add_held(P0, [A])
+    index.add_held(P1, [A, B, C, D])
+    assert index.correct(P0, [A, B, C, D], 2) == {}
+    assert held(index, P0, E) == 1
+
+
+@pytest.mark.parametrize(("owners", "segments"), [(MAX_BEHIND, 1), (MAX_BEHIND + 1, 2)])
+def test_what_many_engines_have_is_not_lengthened(owners: int, segments: int) -> None:
+    """A match looks at each of those left behind."""
+    index = PrefixIndex()
+    for number in range(owners):
+        index.add_held(EngineId(f"e{number}"), [A, B])
+    index.add_held(P0, [A, B, C])
+    assert segments_of(index) == segments
+    behind = {EngineId(f"e{number}"): Hit(2, 2) for number in range(owners)}
+    assert index.match([A, B, C]) == behind | {P0: Hit(3, 3)}
+
+
 def test_slower_tiers_count_where_the_faster_have_nothing() -> None:
     index = PrefixIndex()
     index.add_held(P0, [A, B])
@@ -226,6 +272,22 @@ def test_slower_tiers_count_where_the_faster_have_nothing() -> None:
     assert index.match([A, B, C, D, E]) == {P0: Hit(4, 4, host_blocks=1, store_blocks=1), P1: Hit(1, 1)}
     assert index.evict(P0, [B]) == 1
     assert index.match([A, B, C, D])[P0] == Hit(4, 4, host_blocks=2, store_blocks=1)
+
+
+@pytest.mark.parametrize(("tier", "hit"), [(Tier.HOST, Hit(1, 1, host_blocks=1)), (Tier.STORE, Hit(1, 1, 0, 1))])
+def test_a_part_on_a_slower_tier_alone_counts(tier: Tier, hit: Hit) -> None:
+    index = PrefixIndex()
+    index.add_held(P0, [A], tier)
+    index.add_held(P1, [A, B])
+    assert index.match([A, B]) == {P0: hit, P1: Hit(2, 2)}
+
+
+def test_what_a_slower_tier_has_beyond_the_prompt_does_not_count() -> None:
+    index = PrefixIndex()
+    index.add_held(P0, [A])
+    index.add_held(P0, [A, B], Tier.HOST)
+    index.add_held(P1, [A, B, C])
+    assert index.match([A]) == {P0: Hit(1, 1), P1: Hit(1, 1)}
 
 
 def test_a_dropped_engine_leaves_nothing_and_its_bit_is_used_again() -> None:
@@ -329,6 +391,22 @@ def test_a_block_in_long_runs_is_cheap_however_many_hold_it() -> None:
         for engine in range(8):
             index.add_held(EngineId(f"p{engine}"), some_chain(number, 188))
     assert index.memory_bytes() / (200 * 188) <= 140, "an unlucky size of the tables included"
+
+
+def test_a_chat_of_short_turns_is_cheap_wherever_each_turn_goes() -> None:
+    index = PrefixIndex(capacity_blocks=50_000)
+    random = Random(0)
+    blocks = 0
+    for number in range(400):
+        ends = list(accumulate(random.choices((1, 2, 3, 4), k=20)))
+        for end in ends:
+            index.add_held(EngineId(f"p{random.randrange(8)}"), some_chain(number, end))
+        blocks += ends[-1]
+    assert index.memory_bytes() / blocks <= 150, "an unlucky size of the tables included"
+
+
+def segments_of(index: PrefixIndex) -> int:
+    return len(index._segments._segments)
 
 
 def some_chain(number: int, blocks: int) -> tuple[bytes, ...]:
