@@ -1,7 +1,7 @@
 """Prefix ownership in a real Redis: memory, snapshot, CPU a prompt, delay. `python -m benchmarks.ownership_redis`.
 
 Starts a private server of its own. Prompts are 12 K tokens in 188 blocks, all new. CPU is process time of this process
-(one replica: claims, confirmations, its writer, reading back its own log) and of the server. Left out: making
+(one replica: claims, confirmations, its writer, following the log) and of the server. Left out: making
 the prompts, and what both take while there are none. Other replicas' reading is no part of recording.
 """
 

@@ -18,7 +18,7 @@ class Position:
 
     `lost`: the data set is not the one that was followed, or has lost entries. `heard_s`: when it last said anything.
     `doubt_seq`: what a head said that was ahead of us; a gap if it still is a moment later. `wrote_seq`: of our latest
-    entry, read or not.
+    entry, read or not. `not_before_s`: when it may be read anew.
     """
 
     seq: int = 0
@@ -29,6 +29,7 @@ class Position:
     heard_s: float = 0.0
     doubt_seq: int = 0
     wrote_seq: int = 0
+    not_before_s: float = 0.0
 
     def wrote(self, lane: Lane, seq: int, db_epoch: bytes) -> None:
         """Our batch became this entry."""
@@ -45,23 +46,37 @@ class Position:
         self.current, self.lost = False, True
         return True
 
+    def continues(self, entry: log.LogEntry) -> bool:
+        """Whether this entry is the next one."""
+        same = entry.db_epoch == self.db_epoch or not self.db_epoch
+        return same and entry.seq == self.seq + 1 and entry.before == self.last
+
+    def has_passed(self, entry_id: bytes, entry: log.LogEntry) -> bool:
+        """Whether an entry was taken already, when it had been asked for twice."""
+        known = entry.db_epoch == self.db_epoch and entry.seq <= self.seq
+        return known and log.order_of(entry_id) <= log.order_of(self.last)
+
     def advance(self, entry_id: bytes, entry: log.LogEntry) -> bool:
         """Take an entry as the next one; where it is not the next one, note what that means."""
-        seq, db_epoch = entry.seq, entry.db_epoch
-        same = db_epoch == self.db_epoch or not self.db_epoch
-        if same and seq == self.seq + 1 and entry.before == self.last:
-            self.seq, self.db_epoch, self.last = seq, db_epoch, entry_id
+        if self.continues(entry):
+            self.seq, self.db_epoch, self.last = entry.seq, entry.db_epoch, entry_id
             return True
         self.current = False
-        self.lost = self.lost or not same or seq <= self.seq + 1
+        same = entry.db_epoch == self.db_epoch or not self.db_epoch
+        self.lost = self.lost or not same or entry.seq <= self.seq + 1
         return False
 
-    def compare(self, seq: int, db_epoch: bytes, wrote_seq: int) -> bool:
+    @property
+    def known(self) -> tuple[int, bytes]:
+        """What there must be in the log: an entry with this number, and of this data set."""
+        return max(self.seq, self.wrote_seq), self.db_epoch
+
+    def compare(self, seq: int, db_epoch: bytes, known: tuple[int, bytes]) -> bool:
         """What the head of the log says of a shard; whether it is to be asked again soon.
 
-        `wrote_seq`: as it was when the head was asked for; what is written meanwhile proves nothing.
+        `known`: as it was when the head was asked for; what is written meanwhile proves nothing.
         """
-        if seq < max(self.seq, wrote_seq) or (self.db_epoch and db_epoch != self.db_epoch):
+        if seq < known[0] or (known[1] and db_epoch != known[1]):
             self.current, self.lost = False, True
         elif self.doubt_seq > self.seq:
             self.current = False
@@ -140,6 +155,20 @@ class Entries:
                 self._mirror.outdate(lane.engine_id)
             lane.number = number
         return True
+
+    def read_number(self, lane: Lane, number: int, *, write: bool) -> bool:
+        """This boot is the current one in Redis, 0: none is; whether there is one, and it is not older than ours."""
+        if lane.unsettled:
+            return False  # comes again when it is settled
+        if number >= lane.number:
+            return self.see_number(lane, number) and number > 0
+        if lane.settled:  # it has lost our boot: tell it again
+            lane.again = lane.again or write
+            self.ask_again(lane)
+            return False
+        self._mirror.outdate(lane.engine_id)
+        lane.number = number
+        return number > 0
 
     def ask_again(self, lane: Lane) -> None:
         """Redis knows our boot by another number, or knows it no longer: have it settled once more."""

@@ -1,5 +1,6 @@
 """Follows the logs of all shards in Redis, and reads anew what it missed. A shell.
 
+While this process writes, logs are read with its writes (`ownership_writing`); else they are waited on.
 A shard's log is followed while every entry continues the one before: its `seq` is one more, it names that entry's id,
 and its `db_epoch` is the same. Else, and where two seconds of silence turn out to be a gap, the shard is read anew:
 its position is noted first, then each engine's rows are read in chunks while the log goes on. Entries of an engine
@@ -18,14 +19,17 @@ from engines.types import EngineId
 from routing import ownership_log as log
 from routing.ownership import SHARDS, Keys, shard_of
 from routing.ownership_entries import Entries, Position
-from routing.ownership_mirror import Field, OwnershipMirror, SharedRow, oldest_first
+from routing.ownership_mirror import OwnershipMirror, ReadRows
 from routing.ownership_outbox import Lane, Outbox
+from routing.ownership_writing import READ_COUNT, row_keys
 from routing.redis_link import Entry, RedisLink, RedisTrouble, ScriptCall, Spawn, load_script
+from routing.redis_orders import entries as entries_of
 
 _BLOCK_S = 0.5
 _PACE_S = 0.02
 """Pause after entries came: what comes meanwhile is read in one go."""
-_COUNT = 64
+_QUIET_S = 0.03
+"""After logs were read with a write, before they are waited on: our own next write would end that wait."""
 _SILENCE_S, _LOOK_AGAIN_S = 2.0, 0.3
 _RETRY_S, _RETRY_MAX_S = 0.1, 1.0
 _CHUNK_ROWS = 32
@@ -56,11 +60,6 @@ class _Slices:
         if self._loop.time() > self._until_s:
             await asyncio.sleep(0)
             self._until_s = self._loop.time() + _SLICE_S
-
-
-def _coming(ops: Iterable[log.Op]) -> set[Field]:
-    """The rows that these operations make."""
-    return {(op.place, op.tail) for op in ops if op.kind in (log.HOLD, log.PROMOTE, log.CLAIM)}
 
 
 class _Faults:
@@ -156,10 +155,10 @@ class Reader:
         try:
             epochs = self._keys.epochs(shard_of(lane.engine_id))
             number = int(await self._link.command("HGET", epochs, lane.engine_id) or 0)
-            if self._is_numbered(lane, number, write, entries):
-                ages, fields = await self._rows(lane.engine_id, number)
+            if entries.read_number(lane, number, write=write):
+                rows = await self._rows(lane.engine_id, number)
                 if lane.number == number and not lane.unsettled:
-                    await self._merge(lane, ages, fields, write or lane.again)
+                    await self._merge(lane, rows, write or lane.again)
             slices = _Slices()
             while self._waiting:
                 waiting, self._waiting = self._waiting, []
@@ -169,56 +168,32 @@ class Reader:
         finally:
             self.reading, self._waiting = None, []
 
-    def _is_numbered(self, lane: Lane, number: int, write: bool, entries: Entries) -> bool:
-        """Whether Redis knows a boot of this engine that is not older than ours."""
-        if lane.unsettled:
-            return False  # comes again when it is settled
-        if number >= lane.number:
-            return entries.see_number(lane, number) and number > 0
-        if lane.settled:  # it has lost our boot: tell it again
-            lane.again = lane.again or write
-            entries.ask_again(lane)
-            return False
-        self._mirror.outdate(lane.engine_id)
-        lane.number = number
-        return number > 0
-
-    async def _rows(self, engine_id: EngineId, number: int) -> tuple[dict[int, list[SharedRow]], set[Field]]:
-        """All rows of one boot by the second they end in, and their names."""
-        names = (
-            self._keys.runs(engine_id, number),
-            self._keys.expiry(engine_id, number),
-            self._keys.pending(engine_id, number),
-        )
-        ages: dict[int, list[SharedRow]] = {}
-        fields: set[Field] = set()
+    async def _rows(self, engine_id: EngineId, number: int) -> ReadRows:
+        names = row_keys(self._keys, engine_id, number)
+        rows = ReadRows()
         cursor = b"0"
         while True:
             reply = await self._link.run(ScriptCall(self._snapshot_script, names, (cursor, _CHUNK_ROWS)))
-            cursor, now_ms = reply[0], int(reply[1])
-            for field, packed, expires in zip(reply[2::3], reply[3::3], reply[4::3], strict=True):
-                if (name := (field[:1], field[1:])) not in fields:
-                    fields.add(name)
-                    row = SharedRow(name[0], packed, int(expires) - now_ms, int(expires))
-                    ages.setdefault(row.expires_ms // 1000, []).append(row)
+            cursor = reply[0]
+            rows.add(int(reply[1]), reply[2:])
             if cursor == b"0":
-                return ages, fields
+                return rows
             await asyncio.sleep(0)
 
-    async def _merge(self, lane: Lane, ages: Mapping[int, list[SharedRow]], fields: set[Field], write: bool) -> None:
+    async def _merge(self, lane: Lane, rows: ReadRows, write: bool) -> None:
         """Take over what Redis has, with what of ours is still on its way, and end or write the rest."""
         slices = _Slices()
-        for age in sorted(ages):
-            for row in oldest_first(ages[age]):
-                if self._mirror.has_longer(lane.engine_id, row):
-                    if write:
-                        fields.discard(row.field)
-                    elif row.field not in _coming(lane.outstanding()):
-                        self._mirror.forget_row(lane.engine_id, *row.field)
-                self._mirror.merge(lane.engine_id, (row,), self._clock())
-                await slices.breathe()
+        fields = rows.fields
+        for row in rows.oldest_first():
+            if self._mirror.has_longer(lane.engine_id, row):
+                if write:
+                    fields.discard(row.field)
+                elif row.field not in log.rows_made(lane.outstanding()):
+                    self._mirror.forget_row(lane.engine_id, *row.field)
+            self._mirror.merge(lane.engine_id, (row,), self._clock())
+            await slices.breathe()
         outstanding = tuple(lane.outstanding())
-        fields |= _coming(outstanding)
+        fields |= log.rows_made(outstanding)
         self._mirror.forget_beyond(lane.engine_id, fields, promises_only=write)
         lane.applied += 1
         if not self._mirror.apply(lane.engine_id, outstanding, self._clock(), own=True):
@@ -242,7 +217,6 @@ class Follower:
         keys: Keys,
         spawn: Spawn,
         clock: Now,
-        wanted: Callable[[EngineId], bool],
         outbox: Outbox,
         entries: Entries,
         reader: Reader,
@@ -251,14 +225,15 @@ class Follower:
         self._keys = keys
         self._spawn = spawn
         self._clock = clock
-        self._wanted = wanted
         self._outbox = outbox
         self._entries = entries
         self._reader = reader
         self._heads_script = load_script("routing", "heads")
         self._tasks: list[asyncio.Task[None]] = []
         self._faults = _Faults()
-        self._not_before_s = [0.0] * SHARDS
+        self._logs = [keys.log(shard) for shard in range(SHARDS)]
+        self._shards = {key: shard for shard, key in enumerate(self._logs)}
+        self._read_s = [-_SILENCE_S] * SHARDS
         self.positions = [Position() for _ in range(SHARDS)]
         self.resyncs = self.losses = 0
 
@@ -294,19 +269,19 @@ class Follower:
                 await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _follow(self, shards: Sequence[int], cluster: bool) -> None:
-        by_key = {self._keys.log(shard): shard for shard in shards}
         retry_s = _RETRY_S
         while self._link.is_cluster == cluster:
             try:
-                await self._resync(self._due(shards))
-                followed = {key: self.positions[shard] for key, shard in by_key.items()}
-                after = {key: position.last or b"0-0" for key, position in followed.items() if position.current}
+                await self._resync([shard for shard in shards if not self.positions[shard].current])
+                after = self.after(shards)
                 if not after:
                     await asyncio.sleep(_RETRY_S)
                     continue
-                streams = await self._link.read(after, _BLOCK_S, _COUNT)
-                if streams:
-                    await self._take(by_key, streams)
+                soon_s = min(self._read_s[shard] for shard in shards) + _QUIET_S - asyncio.get_running_loop().time()
+                if soon_s > 0:
+                    await asyncio.sleep(soon_s)
+                elif streams := await self._link.read(after, _BLOCK_S, READ_COUNT):
+                    await self._take(streams)
                     await asyncio.sleep(_PACE_S)
                 await self._check_silent(shards)
                 retry_s = _RETRY_S
@@ -320,37 +295,64 @@ class Follower:
                 for shard in shards:
                     self._set_aside(shard)
 
-    def _due(self, shards: Sequence[int]) -> list[int]:
-        """The shards to read anew now."""
-        now_s = asyncio.get_running_loop().time()
-        return [each for each in shards if not self.positions[each].current and now_s >= self._not_before_s[each]]
-
     def _set_aside(self, shard: int) -> None:
         """Something was there that cannot be read: the rows themselves may say more, in a moment."""
         self.positions[shard].current = False
-        self._not_before_s[shard] = asyncio.get_running_loop().time() + _STRANGE_S
+        self.positions[shard].not_before_s = asyncio.get_running_loop().time() + _STRANGE_S
 
-    async def _take(self, by_key: Mapping[bytes, int], streams: Mapping[bytes, list[Entry]]) -> None:
+    def wrote(self, lane: Lane, entry_id: bytes, entry: log.LogEntry) -> None:
+        """Our batch became this entry. If nothing was in between, it is taken now, and not read back from the log."""
+        shard = shard_of(lane.engine_id)
+        position = self.positions[shard]
+        position.wrote(lane, entry.seq, entry.db_epoch)
+        if position.current and position.continues(entry):
+            self._take_next(shard, entry_id, entry)
+            position.heard_s = asyncio.get_running_loop().time()
+
+    def after(self, shards: Iterable[int]) -> dict[bytes, bytes]:
+        """The logs of those shards that can be followed, and the entry of each that was taken last."""
+        followed = [shard for shard in shards if self.positions[shard].current]
+        return {self._logs[shard]: self.positions[shard].last or b"0-0" for shard in followed}
+
+    async def take_read(self, after: Iterable[bytes], reply: Any) -> None:
+        """Take what was read `after` there, with a write."""
+        try:
+            streams = entries_of(reply)
+        except RedisTrouble:
+            return  # they are read by themselves
+        now_s = asyncio.get_running_loop().time()
+        for key in after:
+            self._read_s[self._shards[key]] = now_s
+        await self._take(streams)
+
+    def _take_next(self, shard: int, entry_id: bytes, entry: log.LogEntry) -> bool:
+        """Take the entry that is next in the log of a shard; whether it was that, and nothing went wrong."""
+        if not self.positions[shard].advance(entry_id, entry):
+            return False
+        try:
+            lane = self._entries.lane_of(entry.engine_id)
+            if lane is not None and not self._reader.keeps(entry):
+                self._entries.take(lane, entry, self._clock())
+        except Exception as problem:
+            self._faults.note(f"entry {entry_id!r} of {entry.engine_id}", problem)
+            self._set_aside(shard)
+            return False
+        return True
+
+    async def _take(self, streams: Mapping[bytes, list[Entry]]) -> None:
         slices = _Slices()
         for key, entries in streams.items():
-            shard = by_key[key]
-            position = self.positions[shard]
-            position.heard_s = asyncio.get_running_loop().time()
+            shard = self._shards[key]
+            self.positions[shard].heard_s = asyncio.get_running_loop().time()
             for entry_id, fields in entries:
                 try:
                     entry = log.unpack_entry(fields)
                 except log.BadOps:  # of another version of pdgate
                     self._set_aside(shard)
                     break
-                if not position.advance(entry_id, entry):
-                    break
-                try:
-                    lane = self._entries.lane_of(entry.engine_id)
-                    if lane is not None and not self._reader.keeps(entry):
-                        self._entries.take(lane, entry, self._clock())
-                except Exception as problem:
-                    self._faults.note(f"entry {entry_id!r} of {entry.engine_id}", problem)
-                    self._set_aside(shard)
+                if self.positions[shard].has_passed(entry_id, entry):
+                    continue
+                if not self.positions[shard].current or not self._take_next(shard, entry_id, entry):
                     break
                 await slices.breathe()
         for lane in self._outbox.lanes.values():
@@ -361,13 +363,11 @@ class Follower:
         """Streams give no error for a position that was trimmed or flushed: ask where shards stand that say nothing."""
         now_s = asyncio.get_running_loop().time()
         silent = [shard for shard in shards if now_s - self.positions[shard].heard_s >= _SILENCE_S]
-        if not silent:
-            return
-        wrote = [self.positions[shard].wrote_seq for shard in silent]
-        for shard, wrote_seq, head in zip(silent, wrote, await self._heads(silent, boots=False), strict=True):
+        asked = [self.positions[shard].known for shard in silent]
+        for shard, known, head in zip(silent, asked, await self._heads(silent, boots=False), strict=True):
             if isinstance(head, RedisTrouble):
                 raise head
-            again = self.positions[shard].compare(head[0], head[1], wrote_seq)
+            again = self.positions[shard].compare(head[0], head[1], known)
             self.positions[shard].heard_s = now_s - (_SILENCE_S - _LOOK_AGAIN_S if again else 0)
 
     async def _heads(self, shards: Sequence[int], *, boots: bool) -> list[Any]:
@@ -379,22 +379,21 @@ class Follower:
 
     async def _resync(self, shards: Sequence[int]) -> None:
         """Note where the shards stand, go on from there, and have all their engines read."""
-        if not shards:
-            return
         now_s = asyncio.get_running_loop().time()
-        wrote = [self.positions[shard].wrote_seq for shard in shards]
-        for shard, wrote_seq, head in zip(shards, wrote, await self._heads(shards, boots=True), strict=True):
+        shards = [shard for shard in shards if now_s >= self.positions[shard].not_before_s]
+        asked = [self.positions[shard].known for shard in shards]
+        for shard, known, head in zip(shards, asked, await self._heads(shards, boots=True), strict=True):
             if isinstance(head, RedisTrouble):
                 raise head
             seq, db_epoch, last = head[:3]
-            known = self.positions[shard]
-            known.compare(seq, db_epoch, wrote_seq)
-            lost = known.lost
+            old = self.positions[shard]
+            old.compare(seq, db_epoch, known)
+            lost = old.lost
             self.losses += lost
-            self.resyncs += bool(known.db_epoch)
+            self.resyncs += bool(old.db_epoch)
             self.positions[shard] = Position(seq, db_epoch, last, current=True, heard_s=now_s)
             numbered = {EngineId(engine.decode(errors="replace")) for engine in head[3::2]}
-            for engine_id in {*filter(self._wanted, numbered), *self._outbox.lanes}:
-                if shard_of(engine_id) == shard:
-                    self._outbox.lane(engine_id).forget_passed(_ALL if lost else seq)
+            for engine_id in {*numbered, *self._outbox.lanes}:
+                if shard_of(engine_id) == shard and (lane := self._entries.lane_of(engine_id)) is not None:
+                    lane.forget_passed(_ALL if lost else seq)
                     self._reader.read(engine_id, write=lost)

@@ -18,7 +18,7 @@ _NO_PARENT = bytes(BLOCK_BYTES)
 _HEADER = Struct(">ccII")
 _PROMOTED = Struct(f">{BLOCK_BYTES}sI")
 HEADER_BYTES = _HEADER.size
-_NONE: frozenset[int] = frozenset()
+NONE: frozenset[int] = frozenset()
 
 CLAIM = b"c"
 """Data: packed run. It was dispatched, and is pending until PROMOTE, DROP or its time."""
@@ -107,16 +107,16 @@ class LogEntry(NamedTuple):
     ops: bytes
 
 
-def batch_name(writer: str, batch: int, number: int, engine_id: EngineId) -> bytes:
+def batch_name(writer: bytes, batch: int, number: int, engine_id: EngineId) -> bytes:
     """What the script is told of a batch beside its operations, and puts into the entry."""
-    return f"{writer} {batch} {number} {engine_id}".encode()
+    return b"%s %d %d %s" % (writer, batch, number, engine_id.encode())
 
 
 def unpack_entry(fields: Mapping[bytes, bytes]) -> LogEntry:
     """Raises BadOps where it is no entry of a log."""
     try:
         seq, db_epoch, before, writer, batch, number, engine = fields[b"h"].split(b" ", 6)
-        void = frozenset(map(int, fields[b"x"].split())) if b"x" in fields else _NONE
+        void = frozenset(map(int, fields[b"x"].split())) if b"x" in fields else NONE
         before = b"" if before == b"-" else before
         engine_id = EngineId(engine.decode())
         return LogEntry(int(seq), db_epoch, before, writer, int(batch), int(number), engine_id, void, fields[b"o"])
@@ -124,11 +124,21 @@ def unpack_entry(fields: Mapping[bytes, bytes]) -> LogEntry:
         raise BadOps(f"no entry of a log: {problem}") from None
 
 
+def order_of(entry_id: bytes) -> tuple[int, ...]:
+    """By which ids of entries compare; raises ValueError where it is none."""
+    return tuple(map(int, entry_id.split(b"-")))
+
+
 def pack_ops(ops: Iterable[Op]) -> bytes:
     parts: list[bytes] = []
     for kind, place, ttl_ms, data in ops:
         parts += (_HEADER.pack(kind, place, ttl_ms, len(data)), data)
     return b"".join(parts)
+
+
+def rows_made(ops: Iterable[Op]) -> set[tuple[bytes, bytes]]:
+    """The rows that these operations make, by place and tail."""
+    return {(op.place, op.tail) for op in ops if op.kind in (HOLD, PROMOTE, CLAIM)}
 
 
 def unpack_ops(packed: bytes) -> Iterator[Op]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from engines.types import EngineId
 from routing import ownership_log as log
@@ -47,6 +48,27 @@ def oldest_first(rows: Iterable[SharedRow]) -> list[SharedRow]:
             at = by_field.get((at.place, at.packed[: log.BLOCK_BYTES]))
         ordered.update((each.field, each) for each in reversed(line))
     return list(ordered.values())
+
+
+class ReadRows:
+    """All rows of one boot of an engine as they come from Redis, some at a time; `fields` names them."""
+
+    def __init__(self) -> None:
+        self.fields: set[Field] = set()
+        self._ages: dict[int, list[SharedRow]] = {}
+
+    def add(self, now_ms: int, reply: Sequence[Any]) -> None:
+        """Field, packed run and expiry of each row; one may come twice."""
+        for field, packed, expires in zip(reply[::3], reply[1::3], reply[2::3], strict=True):
+            if (name := (field[:1], field[1:])) not in self.fields:
+                self.fields.add(name)
+                row = SharedRow(name[0], packed, int(expires) - now_ms, int(expires))
+                self._ages.setdefault(row.expires_ms // 1000, []).append(row)
+
+    def oldest_first(self) -> Iterator[SharedRow]:
+        """Sorted a second's rows at a time, so that no step is long."""
+        for age in sorted(self._ages):
+            yield from oldest_first(self._ages[age])
 
 
 class OwnershipMirror(MemoryOwnership):

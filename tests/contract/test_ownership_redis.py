@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import pytest
 
 from routing.ownership import Keys, OwnershipConfig, RowState, Tier, shard_of
 from routing.ownership_inspect import inspect
 from routing.ownership_log import HOLD, batch_name, clear, pack_ops, unpack_ops
-from routing.redis_link import ScriptCall, load_script
-from tests.contract.ownership_replicas import P0, P1, a_fleet, alike, chain, replica, until
+from routing.redis_link import Entry, ScriptCall, load_script
+from routing.redis_orders import entries
+from tests.contract.ownership_replicas import P0, P1, Replica, a_fleet, alike, chain, replica, until
 from tests.redis_servers import RedisServer, single
 
 
@@ -38,6 +40,97 @@ async def test_owners_are_seen_by_the_other_replica_at_once(server: RedisServer)
             one.hold(seed)
             delays.append(await until(lambda seed=seed: other.owned(seed) == 4))  # type: ignore[misc]
         assert statistics.quantiles(delays, n=100)[98] <= 0.1
+
+
+async def test_what_we_write_is_not_read_back_and_what_others_write_meanwhile_is_seen_at_once(
+    server: RedisServer,
+) -> None:
+    keys = a_fleet()
+    async with replica(server.url, keys) as one, replica(server.url, keys) as other:
+        await until(lambda: one.store.status().state == other.store.status().state == "shared")
+        back = own_entries_read_by(one)
+        for seed in range(40):
+            one.hold(seed)
+            await asyncio.sleep(0.01)
+        await until(lambda: not one.store._outbox.has_work() and not one.store._outbox.lane(P0).unread)
+        [log] = [each for each in keys_of(server, keys, "log") if server.ask("XLEN", each) > 2]
+        written = server.ask("XLEN", log)
+        assert len(back) <= written / 2, "the wait under way at the first of them, and pauses of this machine"
+        delays = []
+        for seed in range(100, 160):
+            for each, engine_id in ((one, P0), (other, P1), (one, P1), (other, P0)):
+                each.hold(seed + 1000 * (each is one) + 2000 * (engine_id == P1), engine_id=engine_id)
+            delays.append(await until(lambda seed=seed: one.owned(seed) == 4))  # type: ignore[misc]
+        assert statistics.median(delays) <= 0.1
+        assert len(await alike(server.url, keys, one, other)) == 40 + 240
+        assert one.store.status().resyncs == other.store.status().resyncs == 0
+        assert one.told.kinds() == ["held"] * 120
+
+
+def own_entries_read_by(one: Replica) -> list[bytes]:
+    """The entries of its own that the replica gets from now on, from logs that it reads or that are read for it."""
+    read, run_all = one.link.read, one.link.run_all
+    found: list[bytes] = []
+    mine = b" %s " % one.store._replica.encode()
+
+    def note(streams: Mapping[bytes, list[Entry]]) -> None:
+        found.extend(at for new in streams.values() for at, fields in new if mine in fields[b"h"])
+
+    async def noting_read(*args: Any) -> Any:
+        streams = await read(*args)
+        note(streams)
+        return streams
+
+    async def noting_run_all(calls: Sequence[ScriptCall]) -> Any:
+        replies = await run_all(calls)
+        for call, reply in zip(calls, replies, strict=True):
+            if call.script.name == "write" and isinstance(reply, list):
+                note(entries(reply[0]))
+        return replies
+
+    one.link.read, one.link.run_all = noting_read, noting_run_all  # type: ignore[method-assign, assignment]
+    return found
+
+
+async def test_one_engine_whose_rows_redis_refuses_holds_up_no_other(server: RedisServer) -> None:
+    keys = a_fleet()
+    async with replica(server.url, keys) as one, replica(server.url, keys) as other:
+        one.hold(1)
+        one.hold(1, engine_id=P1)
+        await until(lambda: other.owned(1) == other.owned(1, engine_id=P1) == 4)
+        [runs] = {each for each in keys_of(server, keys, "runs") if P0.encode() in each}
+        server.ask("DEL", runs)
+        server.ask("SET", runs, "no hash")
+        for seed in range(2, 5):
+            for engine_id in (P0, P1):
+                one.hold(seed, engine_id=engine_id)
+            await until(lambda seed=seed: other.owned(seed, engine_id=P1) == 4)  # type: ignore[misc]
+        assert P0 in one.store._refusals
+        assert P1 not in one.store._refusals
+        server.ask("DEL", runs)
+        await until(lambda: not one.store._refusals)
+        await until(lambda: all(other.owned(seed) == 4 for seed in range(2, 5)))
+
+
+async def test_no_rows_stay_for_ever(server: RedisServer) -> None:
+    """Whatever made the keys: the first batch, one that ended all there was, or one after that."""
+    keys = a_fleet()
+    async with replica(server.url, keys) as one:
+        steps: list[Callable[[], Any]] = [
+            lambda: one.hold(1),
+            lambda: one.store.evict(P0, 1, chain(1)),
+            lambda: one.hold(2),
+            lambda: one.store.drop_engine(P0, 1),
+            lambda: one.hold(3),
+            lambda: one.store.claim_pending(P0, 1, chain(4), one.now_s() - 1.0),
+            lambda: one.hold(5),
+        ]
+        for step in steps:
+            step()
+            await asyncio.sleep(0.01)
+            await until(lambda: not one.store._outbox.has_work())
+            rows = [each for kind in ("runs", "expiry", "pending") for each in keys_of(server, keys, kind)]
+            assert all(server.ask("PTTL", each) > 0 for each in rows)
 
 
 async def test_what_others_do_is_told_and_what_we_do_is_not(server: RedisServer) -> None:
@@ -221,8 +314,8 @@ async def test_the_script_itself_refuses_other_boots_and_changes_nothing(server:
         for wrong, code in ((number - 1, 0), (number + 1, -1)):
             names = (keys.head(shard), keys.log(shard), keys.epochs(shard))
             rows = (keys.runs(P0, wrong), keys.expiry(P0, wrong), keys.pending(P0, wrong))
-            args = (batch_name("late", 1, wrong, P0), 10_000, 10_000, 1, "x", pack_ops([clear()]))
-            reply = await one.link.run(ScriptCall(load_script("routing", "write"), (*names, *rows), args))
+            args = (10_000, 10_000, "x", 1, 1, batch_name(b"late", 1, wrong, P0), 1, pack_ops([clear()]))
+            [_, reply] = await one.link.run(ScriptCall(load_script("routing", "write"), (*names, *rows), args))
             assert reply == [code, number]
         again = await inspect(one.link, keys)
         assert [shard.seq for shard in again.shards] == [shard.seq for shard in found.shards]

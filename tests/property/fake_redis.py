@@ -141,10 +141,22 @@ class FakeRedis:
         return [1, number, current]
 
     def write(self, keys: Sequence[bytes], args: Sequence[Any]) -> Any:
+        _, _, db_epoch, count, most, *rest = args
+        batches = int(count)
+        after = dict(zip(keys[6 * batches :], rest[3 * batches :], strict=True))
+        read = [
+            [key, [[entry_id, [word for pair in fields.items() for word in pair]] for entry_id, fields in new]]
+            for key, new in self.read(after, int(most)).items()
+        ]
+        written = [
+            self._write(keys[6 * at : 6 * at + 6], db_epoch, *rest[3 * at : 3 * at + 3]) for at in range(batches)
+        ]
+        return [read or None, *written]
+
+    def _write(self, keys: Sequence[bytes], db_epoch: bytes, name: bytes, _tidy: bytes, ops: bytes) -> Any:
         head_key, log_key, epochs_key, *row_keys = keys
-        name, _, _, _, db_epoch, ops = args
-        _, _, number, engine = name.decode().split(" ", 3)
-        current, number = self.keys.get(epochs_key, {}).get(engine, 0), int(number)
+        _, _, number_text, engine = name.decode().split(" ", 3)
+        current, number = self.keys.get(epochs_key, {}).get(engine, 0), int(number_text)
         if current != number:
             return [0 if current > number else -1, current]
         head = self.keys.setdefault(head_key, {"db_epoch": db_epoch})
@@ -153,13 +165,15 @@ class FakeRedis:
         void = [index for index, op in enumerate(log.unpack_ops(ops)) if not rows.apply(op)]
         self.entries += 1
         entry_id = b"%d-%d" % (self.now_ms(), self.entries)
-        before = head.get("last", b"-")
-        fields = {b"h": b"%d %s %s %s" % (head["seq"], head["db_epoch"], before, name), b"o": ops}
+        before = head.get("last", b"")
+        fields = {b"h": b"%d %s %s %s" % (head["seq"], head["db_epoch"], before or b"-", name), b"o": ops}
+        void_text = " ".join(map(str, void)).encode()
         if void:
-            fields[b"x"] = " ".join(map(str, void)).encode()
+            fields[b"x"] = void_text
         head["last"] = entry_id
         self.keys.setdefault(log_key, []).append((entry_id, fields))
-        return [1, current, head["seq"], head["db_epoch"], rows.lost_cuts, *rows.missing]
+        place = (head["seq"], head["db_epoch"], entry_id, before, void_text)
+        return [1, current, *place, rows.lost_cuts, *rows.missing]
 
 
 class _Rows:

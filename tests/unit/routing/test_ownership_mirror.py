@@ -127,14 +127,39 @@ def test_another_past_is_a_loss() -> None:
         assert position.lost
 
 
+def test_what_was_taken_with_our_own_write_may_come_again_in_the_log() -> None:
+    position = Position(5, b"x", b"90-11", current=True)
+    assert position.has_passed(b"90-11", entry(5, b"90-2"))
+    assert position.has_passed(b"90-2", entry(4, b"80-0"))
+    assert not position.has_passed(b"90-12", entry(6, b"90-11"))
+    for strange in ((b"90-12", entry(5, b"90-2")), (b"90-2", entry(1, b"", b"y")), (b"90-2", entry(6, b"90-11"))):
+        assert not position.has_passed(*strange), "another past"
+
+
+def test_our_own_write_is_next_only_where_nothing_came_between() -> None:
+    assert Position().continues(entry(1, b""))
+    position = Position(2, b"x", b"2-0")
+    assert position.continues(entry(3, b"2-0"))
+    for strange in (entry(4, b"3-0"), entry(3, b"1-0"), entry(2, b"2-0"), entry(3, b"2-0", b"y")):
+        assert not position.continues(strange)
+
+
 def test_the_head_of_a_silent_log_is_believed_the_second_time() -> None:
     position = Position(2, b"x", b"2-0", current=True)
-    assert not position.compare(2, b"x", 2)
-    assert position.compare(3, b"x", 2)
+    assert not position.compare(2, b"x", position.known)
+    assert position.compare(3, b"x", position.known)
     assert position.current
-    assert not position.compare(4, b"x", 2)
+    assert not position.compare(4, b"x", position.known)
     assert (position.current, position.lost) == (False, False)
     for seq, db_epoch, wrote_seq in ((1, b"x", 0), (2, b"y", 0), (2, b"x", 3), (0, b"", 0)):
-        position = Position(2, b"x", b"2-0", current=True)
-        position.compare(seq, db_epoch, wrote_seq)
+        position = Position(2, b"x", b"2-0", current=True, wrote_seq=wrote_seq)
+        position.compare(seq, db_epoch, position.known)
         assert position.lost
+
+
+def test_what_is_written_while_the_head_is_asked_for_proves_nothing() -> None:
+    for position in (Position(2, b"x", b"2-0", current=True), Position(current=True)):
+        asked, head = position.known, (position.seq, position.db_epoch)
+        assert position.advance(b"3-0", entry(position.seq + 1, position.last))
+        assert not position.compare(*head, asked)
+        assert (position.current, position.lost) == (True, False)

@@ -12,10 +12,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from redis import exceptions
 from redis._parsers.base import BaseParser
+from redis.asyncio.connection import Connection
 
 from routing.redis_errors import RedisTrouble, Trouble, kind_of, nonsense
 from routing.redis_orders import entries
-from routing.redis_server import ResponseError
+from routing.redis_server import ResponseError, pack
 from routing.redis_topology import SLOTS, Topology, moved_by
 from routing.redis_url import Address, parse
 
@@ -28,6 +29,15 @@ leaves = (
 replies = st.recursive(leaves | st.floats(), lambda inner: st.lists(inner, max_size=4), max_leaves=12)
 """Whatever the library may give for bytes; also maps, of the newer protocol."""
 replies = replies | st.dictionaries(st.binary(max_size=2), replies, max_size=2)
+
+
+# ---- commands --------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.binary(max_size=9000) | st.text(max_size=20) | st.integers(), max_size=8))
+def test_a_command_is_sent_as_the_library_would_send_it(words: list[bytes | str | int]) -> None:
+    command = ("GET", *words)
+    assert pack(command) == b"".join(Connection().pack_command(*command))
 
 
 # ---- streams ---------------------------------------------------------------------------------------------------------
