@@ -39,6 +39,9 @@ class Attempt:
     stream: bool
     body: Mapping[str, Any]
     headers: Mapping[str, str] = field(default_factory=dict)
+    prefill_rank: int | None = None
+    """The DP rank of the prefill, where it has several; `room` belongs to it. So for the decode."""
+    decode_rank: int | None = None
 
     def view(self, leg: Leg) -> EngineView:
         return self.prefill if leg is Leg.PREFILL else self.decode
@@ -78,6 +81,16 @@ class Probe:
     facts: EngineFacts | None = None
 
 
+class Merge(Protocol):
+    """What only the prefill's answer holds, put into the output of the decode of one attempt."""
+
+    def frame(self, frame: bytes) -> bytes:
+        """The next event of the decode's stream, with it."""
+
+    def answer(self, body: bytes) -> bytes:
+        """The decode's whole answer, with it."""
+
+
 class PairStrategy(Protocol):
     """How one request runs on a prefill and a decode. Pure: it builds calls and judges answers."""
 
@@ -94,6 +107,13 @@ class PairStrategy(Protocol):
 
     def judge(self, leg: Leg, status: int, body: bytes) -> Fault | None:
         """What is wrong with a whole answer; None when it is a good one."""
+
+    def needs_prefill_answer(self, attempt: Attempt) -> bool:
+        """Whether the client is to get something that only the prefill's answer holds: none of the decode's output may
+        be passed on before that answer, nor without it."""
+
+    def merge(self, attempt: Attempt, prefill_answer: bytes) -> Merge | Fault:
+        """How such an attempt's output becomes whole; a Fault where the prefill's answer lacks what it should hold."""
 
     def cached_tokens(self, prefill_answer: bytes) -> int | None:
         """How much of the prompt a prefill says it found cached; None where it does not say."""

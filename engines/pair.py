@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from engines.base import Attempt, Call, Fault, Order, PairStrategy
+from engines.base import Attempt, Call, Fault, Merge, Order, PairStrategy
 from engines.errors import UpstreamError
 from engines.sse_frames import FRAME_LIMIT_BYTES, EventKind, FrameDecoder, event_kind
 from engines.tasks import spawn
@@ -26,12 +26,15 @@ _UNREAD_OUTPUTS = 16
 _ABORT_TIMEOUT_S = 2.0
 _FAILURES = (EventKind.ERROR, EventKind.ABORT)
 
+Frames = Sequence[tuple[EventKind, bytes]]
+"""Events of a stream, whole and as they came, each with its kind."""
+
 
 @dataclass(frozen=True, slots=True)
 class LegOutput:
-    """Events of the decode's stream, whole and as they came, each with its kind."""
+    """Events of the decode's stream."""
 
-    frames: Sequence[tuple[EventKind, bytes]]
+    frames: Frames
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,8 @@ LegEvent = LegOutput | LegAnswer | LegFailed
 class PairRun:
     """Both legs of one attempt. `start()` once; then `next_event()` until the caller has seen enough.
 
-    `on_failure` hears of every failed leg at once, also when nobody asks for events any more.
+    `on_failure` hears of every failed leg at once, also when nobody asks for events any more. `needs_prefill_answer`:
+    the decode's output is whole only through `merged_frames` and `merged_answer`, once the prefill has answered.
     """
 
     def __init__(
@@ -66,6 +70,8 @@ class PairRun:
         on_failure: Callable[[Outcome], None] = lambda outcome: None,
     ) -> None:
         self.attempt = attempt
+        self.needs_prefill_answer = strategy.needs_prefill_answer(attempt)
+        self._merge: Merge | None = None
         self._on_failure = on_failure
         self._strategy = strategy
         self._upstream = upstream
@@ -86,6 +92,15 @@ class PairRun:
         if isinstance(event, LegOutput):
             self._credits.release()
         return event
+
+    def merged_frames(self, frames: Frames) -> Frames:
+        """Events of the decode's stream as the client is to see them; in order, each once."""
+        merge = self._merge
+        return frames if merge is None else [(kind, merge.frame(frame)) for kind, frame in frames]
+
+    def merged_answer(self, body: bytes) -> bytes:
+        """The decode's whole answer as the client is to see it."""
+        return body if self._merge is None else self._merge.answer(body)
 
     @property
     def open_legs(self) -> tuple[Leg, ...]:
@@ -161,7 +176,7 @@ class PairRun:
 
     async def _read_stream(self, leg: Leg, exchange: Exchange) -> None:
         """The events of a leg; it has answered, or failed, at its first end, whatever comes after that."""
-        decoder = FrameDecoder()
+        decoder = FrameDecoder(self._event_limit_bytes(leg))
         kept: list[bytes] = []
         finished = over = False
         try:
@@ -193,14 +208,24 @@ class PairRun:
             return
         if leg is Leg.PREFILL:
             kept.extend(frame for _, frame in frames)
-            if sum(map(len, kept)) > FRAME_LIMIT_BYTES:
+            if sum(map(len, kept)) > self._event_limit_bytes(leg):
                 raise UpstreamError(FailureKind.GARBLED, "a prefill's stream without end")
             return
         if not self._dropping:
             await self._credits.acquire()
             self._events.put_nowait(LegOutput(frames))
 
+    def _event_limit_bytes(self, leg: Leg) -> int:
+        """A prefill says all it knows of a prompt in one event; asked for that, its stream may be as long as a body."""
+        return _ANSWER_LIMIT_BYTES if leg is Leg.PREFILL and self.needs_prefill_answer else FRAME_LIMIT_BYTES
+
     def _answer(self, leg: Leg, body: bytes) -> None:
+        if leg is Leg.PREFILL and self.needs_prefill_answer:
+            merge = self._strategy.merge(self.attempt, body)
+            if isinstance(merge, Fault):
+                self._fail(leg, merge)
+                return
+            self._merge = merge
         if leg is Leg.PREFILL and not self._prefill_answer.done():
             self._prefill_answer.set_result(body)
         self._events.put_nowait(LegAnswer(leg, body))

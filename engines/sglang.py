@@ -6,25 +6,33 @@ A shell over `upstream.py`; what goes over the wire and what an answer means is 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 import orjson
 
 from engines import sglang_facts as about
+from engines import sglang_merge as merge
 from engines import sglang_wire as wire
-from engines.base import Attempt, Call, Fault, Order, Probe
+from engines.base import Attempt, Call, Fault, Merge, Order, Probe
 from engines.errors import UpstreamError
+from engines.sglang_versions import row_of
 from engines.sse_frames import FrameDecoder, data_of
-from engines.types import EngineFacts, EngineLoad, EngineSpec, EngineView, FailureKind, Leg, Role
+from engines.types import EngineFacts, EngineId, EngineLoad, EngineSpec, EngineView, FailureKind, Leg, Role
 from engines.upstream import Upstream
+
+_log = logging.getLogger("pdgate.join")
 
 _DEFAULT_BOOTSTRAP_PORT = 8998
 """SGLang's default of --disaggregation-bootstrap-port."""
 
 
 class SglangStrategy:
-    """Both legs at once, with the same rid and room; the prefill's answer is a completion signal. Pure."""
+    """Both legs at once, with the same rid and room. Pure.
+
+    The prefill's answer is a completion signal, and the only source of prompt logprobs.
+    """
 
     order = Order.PARALLEL
 
@@ -32,18 +40,19 @@ class SglangStrategy:
         self._headers = engine_headers(api_key)
 
     def prefill_call(self, attempt: Attempt) -> Call:
-        return self._call(attempt.prefill, attempt)
+        return self._call(attempt.prefill, attempt, attempt.prefill_rank)
 
     def decode_call(self, attempt: Attempt, prefill_answer: bytes | None) -> Call:
-        return self._call(attempt.decode, attempt)
+        return self._call(attempt.decode, attempt, attempt.decode_rank)
 
-    def _call(self, view: EngineView, attempt: Attempt) -> Call:
+    def _call(self, view: EngineView, attempt: Attempt, rank: int | None) -> Call:
         spec = attempt.prefill.spec
         if spec.bootstrap_host is None:
             raise ValueError(f"prefill {spec.engine_id} has no bootstrap host")
         bootstrap = wire.Bootstrap(spec.bootstrap_host, spec.bootstrap_port or _DEFAULT_BOOTSTRAP_PORT, attempt.room)
         want_usage = attempt.stream and attempt.path != "/generate"
-        body = wire.generation_body(attempt.body, attempt.rid, bootstrap, want_usage=want_usage)
+        ranks = wire.rank_fields(rank, attempt.prefill_rank)
+        body = wire.generation_body({**attempt.body, **ranks}, attempt.rid, bootstrap, want_usage=want_usage)
         return Call(view.spec.url + attempt.path, body, {**attempt.headers, **self._headers})
 
     def abort_call(self, view: EngineView, rid: str) -> Call:
@@ -52,6 +61,12 @@ class SglangStrategy:
     def judge(self, leg: Leg, status: int, body: bytes) -> Fault | None:
         found = wire.judge_answer(status, body)
         return None if found is None else Fault(*found)
+
+    def needs_prefill_answer(self, attempt: Attempt) -> bool:
+        return merge.needs_prefill_answer(attempt.path, attempt.body)
+
+    def merge(self, attempt: Attempt, prefill_answer: bytes) -> Merge | Fault:
+        return merge.merge_of(attempt.path, prefill_answer)
 
     def cached_tokens(self, prefill_answer: bytes) -> int | None:
         if not prefill_answer.startswith(b"data:"):
@@ -72,19 +87,22 @@ class SglangEngine:
     def __init__(self, upstream: Upstream, api_key: str | None = None) -> None:
         self._upstream = upstream
         self._headers = engine_headers(api_key)
+        self._told: dict[EngineId, str] = {}
+        """The boot that was last told of, by its fingerprint."""
 
     async def probe(self, spec: EngineSpec, timeout_s: float) -> Probe:
         """`/ready`, for a prefill its bootstrap server's `/route`, then server and model info.
 
         The last two need a round trip through the scheduler, which a busy server may not give in time: then it is
-        ready all the same, and its facts stay as they were.
+        ready all the same, and its facts stay as they were. What a new boot is, and what an operator could switch on,
+        is logged once.
         """
         try:
             async with asyncio.timeout(timeout_s):
                 status = await self._status(spec.url + "/ready", timeout_s)
                 if status != 200:
-                    return Probe(spec.engine_id, True, False, f"/ready answers {status}")
-                ranks = await self._bootstrap_ranks(spec, timeout_s)
+                    return Probe(spec.engine_id, True, False, await self._why_not_ready(spec, status, timeout_s))
+                route, ranks = await self._bootstrap(spec, timeout_s)
         except UpstreamError as error:
             return Probe(spec.engine_id, False, False, error.message, timed_out=error.kind is FailureKind.TIMEOUT)
         except TimeoutError:
@@ -92,7 +110,7 @@ class SglangEngine:
         except (ValueError, TypeError) as error:
             return Probe(spec.engine_id, True, False, str(error))
         try:
-            return Probe(spec.engine_id, True, True, facts=await self._facts(spec, ranks, timeout_s))
+            return Probe(spec.engine_id, True, True, facts=await self._facts(spec, route, ranks, timeout_s))
         except (ValueError, TypeError) as error:
             return Probe(spec.engine_id, True, False, str(error))
         except UpstreamError as error:
@@ -111,32 +129,55 @@ class SglangEngine:
         )
         return reply.status, reply.body
 
-    async def _bootstrap_ranks(self, spec: EngineSpec, timeout_s: float) -> tuple[str, ...]:
-        """The rank addresses that a prefill's bootstrap server hands out; raises ValueError while it is not ready."""
+    async def _why_not_ready(self, spec: EngineSpec, status: int, timeout_s: float) -> str:
+        """A server that knows no `/ready` is asked for its version, by a name that the oldest ones know too."""
+        if status == 404:
+            url = spec.url + "/get_server_info"
+            reply = await self._upstream.fetch("GET", url, headers=self._headers, timeout_s=timeout_s)
+            if reply.status == 200:
+                row_of(str(_object(reply.body, url).get("version") or ""))
+        return f"/ready answers {status}"
+
+    async def _bootstrap(self, spec: EngineSpec, timeout_s: float) -> tuple[Mapping[str, Any] | None, tuple[str, ...]]:
+        """What a prefill's bootstrap server tells decodes: of the prefill, and the address of each of its ranks.
+
+        Raises ValueError while it is not ready. Other servers have none.
+        """
         if spec.role is not Role.PREFILL:
-            return ()
+            return None, ()
         base = f"http://{spec.bootstrap_host}:{spec.bootstrap_port or _DEFAULT_BOOTSTRAP_PORT}"
         reply = await self._upstream.fetch("GET", base + about.ROUTE_PROBE, timeout_s=timeout_s)
         if reply.status != 200:
             raise ValueError(f"the bootstrap server {base} answers {reply.status} to /route")
-        topology = _object(reply.body, "/route")
+        route = _object(reply.body, "/route")
         ranks = []
-        for dp_rank in range(int(topology.get("dp_size") or 1)):
+        for dp_rank in range(int(route.get("dp_size") or 1)):
             path = f"/route?prefill_dp_rank={dp_rank}&prefill_cp_rank=0&target_tp_rank=0&target_pp_rank=0"
             rank = await self._upstream.fetch("GET", base + path, timeout_s=timeout_s)
             if rank.status != 200:
                 raise ValueError(f"the bootstrap server {base} does not know DP rank {dp_rank} ({rank.status})")
             address = _object(rank.body, "/route")
             ranks.append(f"{address.get('rank_ip')}:{address.get('rank_port')}")
-        return tuple(ranks)
+        return route, tuple(ranks)
 
-    async def _facts(self, spec: EngineSpec, ranks: tuple[str, ...], timeout_s: float) -> EngineFacts:
+    async def _facts(
+        self, spec: EngineSpec, route: Mapping[str, Any] | None, ranks: tuple[str, ...], timeout_s: float
+    ) -> EngineFacts:
         server_info = await self._json(spec.url + "/server_info", timeout_s)
         model_info = await self._json(spec.url + "/model_info", timeout_s)
-        role = about.role_of(server_info)
+        role = about.role_of(server_info, model_info)
         if role != spec.role.value:
-            raise ValueError(f"it was started as {role}, not as {spec.role.value} (--disaggregation-mode)")
-        return about.facts_of(server_info, model_info, ranks)
+            raise ValueError(f"it serves as {role}, not as {spec.role.value} (--disaggregation-mode, /pd_role_switch)")
+        facts = about.facts_of(server_info, model_info, ranks, route)
+        if self._told.get(spec.engine_id) != facts.boot_fingerprint:
+            self._told[spec.engine_id] = facts.boot_fingerprint
+            self._tell(spec, facts)
+        return facts
+
+    def _tell(self, spec: EngineSpec, facts: EngineFacts) -> None:
+        is_what, advice = about.join_lines(spec.role, facts)
+        level = logging.WARNING if about.needs_attention(facts) else logging.INFO
+        _log.log(level, "%s %s joins: %s", spec.role, spec.engine_id, "; ".join((is_what, *advice)))
 
     async def _status(self, url: str, timeout_s: float) -> int:
         return (await self._upstream.fetch("GET", url, headers=self._headers, timeout_s=timeout_s)).status

@@ -9,10 +9,17 @@ from typing import Any
 import orjson
 
 from engines.kv_event_source import kv_event_source
-from engines.types import CacheFormat, EngineFacts, EngineLoad, KvEventSource
+from engines.sglang_versions import is_known, row_of, warning
+from engines.types import CacheFormat, EngineFacts, EngineLoad, KvEventSource, Parallelism, RankLoad, Role
 
 ROUTE_PROBE = "/route?prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
 """Answers a prefill's topology once all of its ranks have registered, and 503 before."""
+
+
+AUTO = "auto"
+_FRONTEND = "python"
+REQUEST_MARGIN_TOKENS = 6
+"""`max_req_input_len` is so much below the context, or below the KV pool where that is smaller."""
 
 
 def boot_fingerprint(server_info: Mapping[str, Any], ranks: Iterable[str] = ()) -> str:
@@ -29,29 +36,88 @@ def boot_fingerprint(server_info: Mapping[str, Any], ranks: Iterable[str] = ()) 
     return hashlib.blake2b(b"\0".join(parts), digest_size=16).hexdigest()
 
 
-def facts_of(server_info: Mapping[str, Any], model_info: Mapping[str, Any], ranks: Iterable[str] = ()) -> EngineFacts:
-    """What a server says of itself. Raises ValueError naming a field that is missing or of a wrong type."""
-    context_tokens = _int(server_info, "max_req_input_len") + 6  # max_req_input_len = context length - 6 (0.5.23)
+def facts_of(
+    server_info: Mapping[str, Any],
+    model_info: Mapping[str, Any],
+    ranks: Iterable[str] = (),
+    route: Mapping[str, Any] | None = None,
+) -> EngineFacts:
+    """What a server says of itself; `route` is a prefill's own answer to ROUTE_PROBE, which decodes compare.
+
+    Raises ValueError naming a field that is missing or of a wrong type, or a version that is too old.
+    """
+    version = str(server_info.get("version") or "")
+    context_tokens = _int(server_info, "max_req_input_len") + REQUEST_MARGIN_TOKENS
     chunk_tokens = _int(server_info, "chunked_prefill_size", 8192)
     return EngineFacts(
         model=str(model_info.get("served_model_name") or server_info.get("served_model_name") or ""),
         weight_version=str(model_info.get("weight_version") or ""),
-        cache_format=CacheFormat(
-            page_size_tokens=_int(server_info, "page_size", 1),
-            kv_cache_dtype=str(server_info.get("kv_cache_dtype") or "auto"),
-            allocation_policy=str(server_info.get("disaggregation_decode_allocation_policy") or "early"),
-            transfer_backend=str(server_info.get("disaggregation_transfer_backend") or ""),
-            kv_layout="page_major" if server_info.get("enable_page_major_kv_layout") else "",
-        ),
+        cache_format=_cache_format(server_info, route or {}),
         max_total_tokens=_int(server_info, "max_total_num_tokens"),
         context_tokens=context_tokens,
         chunk_tokens=chunk_tokens if chunk_tokens > 0 else context_tokens,  # -1 turns chunking off
         dp_size=max(1, _int(server_info, "dp_size", 1)),
         boot_fingerprint=boot_fingerprint(server_info, ranks),
-        version=str(server_info.get("version") or ""),
-        max_running_requests=_int(server_info, "max_running_requests", 256),
+        version=version,
+        max_running_requests=_running_limit(server_info),
         radix_cache=_radix_cache(server_info),
         kv_events=_kv_events(server_info),
+        version_known=is_known(version),
+        frontend=str(server_info.get("frontend") or ""),
+        parallelism=_parallelism(server_info),
+        auto_kv_dtype=(server_info.get("kv_cache_dtype") or AUTO) == AUTO,
+        model_dtype=_model_dtype(server_info),
+        quantization=str(server_info.get("quantization") or ""),
+        device=str(server_info.get("device") or ""),
+        handshake_fields=row_of(version).route_fields if route is None else frozenset(route),
+        sampling_defaults=str(server_info.get("sampling_defaults") or ""),
+        deterministic=bool(server_info.get("enable_deterministic_inference")),
+        cache_report=bool(server_info.get("enable_cache_report")),
+    )
+
+
+def _cache_format(server_info: Mapping[str, Any], route: Mapping[str, Any]) -> CacheFormat:
+    """What `/route` says comes first, as decodes compare that with their own. Its KV dtype is FP8 where the checkpoint
+    made `auto` so, which nothing else tells."""
+    asked_policy = server_info.get("disaggregation_decode_allocation_policy")
+    dsv4 = server_info.get("dsv4_attn_backend") or AUTO  # decides how DeepSeek V4 lays out its KV
+    layout = ["page_major"] if server_info.get("enable_page_major_kv_layout") else []
+    layout += [f"dsv4 {dsv4}"] if dsv4 != AUTO else []
+    return CacheFormat(
+        page_size_tokens=_int(server_info, "page_size", 1),
+        kv_cache_dtype=str(route.get("kv_cache_dtype") or server_info.get("kv_cache_dtype") or AUTO),
+        allocation_policy=str(route.get("decode_allocation_policy") or asked_policy or "early"),
+        transfer_backend=str(server_info.get("disaggregation_transfer_backend") or ""),
+        kv_layout=", ".join(layout),
+    )
+
+
+def _model_dtype(server_info: Mapping[str, Any]) -> str:
+    """What it computes in, as its scheduler says: there a GPU without bfloat16 has put float16."""
+    return str(_scheduler(server_info).get("dtype") or server_info.get("dtype") or "")
+
+
+def _running_limit(server_info: Mapping[str, Any]) -> int:
+    """Of one DP rank, as its scheduler has worked it out; the argument may be for all of them, or left open."""
+    limit = _scheduler(server_info).get("effective_max_running_requests_per_dp")
+    return limit if type(limit) is int and limit > 0 else _int(server_info, "max_running_requests", 256)
+
+
+def _scheduler(server_info: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What the scheduler of the first DP rank says; they are all alike."""
+    states = server_info.get("internal_states")
+    return states[0] if isinstance(states, list) and states and isinstance(states[0], Mapping) else {}
+
+
+def _parallelism(server_info: Mapping[str, Any]) -> Parallelism:
+    """`attn_tp` as SGLang derives it: the tensor ranks, shared between attention's DP and context ranks."""
+    context = max(1, _int(server_info, "attn_cp_size", 1))
+    sharing = max(1, _int(server_info, "attn_dp_size", 1)) * context
+    return Parallelism(
+        attn_tp=max(1, _int(server_info, "tp_size", 1) // sharing),
+        attn_cp=context,
+        pp=max(1, _int(server_info, "pp_size", 1)),
+        dcp=max(1, _int(server_info, "dcp_size", 1)),
     )
 
 
@@ -84,6 +150,7 @@ def load_of(loads: Mapping[str, Any]) -> EngineLoad | None:
     ranks = [rank for rank in loads.get("loads") or () if isinstance(rank, dict)]
     if not ranks:
         return None
+    ranks.sort(key=lambda rank: int(rank.get("dp_rank") or 0))
 
     def total(name: str) -> int:
         return sum(int(rank.get(name) or 0) for rank in ranks)
@@ -98,10 +165,47 @@ def load_of(loads: Mapping[str, Any]) -> EngineLoad | None:
         max_total_tokens=total("max_total_num_tokens"),
         prefill_uncached_tokens_total=total("total_prefill_uncached_tokens"),
         prefill_busy_us_total=total("total_prefill_busy_us"),
+        ranks=tuple(map(_rank_load, ranks)) if len(ranks) > 1 else (),
     )
 
 
-def role_of(server_info: Mapping[str, Any]) -> str:
-    """The role a server was started in: `prefill`, `decode`, or `plain`."""
-    mode = server_info.get("disaggregation_mode")
+def _rank_load(rank: Mapping[str, Any]) -> RankLoad:
+    names = ("num_waiting_uncached_tokens", "num_used_tokens", "num_total_tokens")
+    return RankLoad(*(int(rank.get(name) or 0) for name in names))
+
+
+def role_of(server_info: Mapping[str, Any], model_info: Mapping[str, Any]) -> str:
+    """What a server plays now: `prefill`, `decode`, or `plain`; a switch at run time shows in `/model_info` only."""
+    mode = model_info.get("disaggregation_mode") or server_info.get("disaggregation_mode")
     return str(mode) if mode in ("prefill", "decode") else "plain"
+
+
+def join_lines(role: Role, facts: EngineFacts) -> tuple[str, tuple[str, ...]]:
+    """What to tell of a server that is seen for the first time: what it is, and what an operator could switch on."""
+    cache = facts.cache_format
+    is_what = (
+        f"SGLang {facts.version or '(no version told)'}, model {facts.model}, {facts.max_total_tokens} tokens of KV "
+        f"({cache.kv_cache_dtype}, pages of {cache.page_size_tokens}), context {facts.context_tokens}"
+    )
+    advice = [warning(facts.version)]
+    if facts.frontend not in ("", _FRONTEND):
+        advice.append(
+            f"its {facts.frontend} front end is not tested with pdgate, and refuses suffix, best_of and others"
+        )
+    if not facts.cache_report:
+        advice.append(f"start it with --enable-cache-report: {_WHY_CACHE_REPORT[role]}")
+    if role is Role.PREFILL and facts.radix_cache and facts.kv_events is None:
+        advice.append("start it with --kv-events-config: else pdgate guesses what its prefix cache has evicted")
+    return is_what, tuple(line for line in advice if line)
+
+
+def needs_attention(facts: EngineFacts) -> bool:
+    """Whether what `join_lines` tells is a warning, not advice: the server is of a kind that was never tried."""
+    return not facts.version_known or facts.frontend not in ("", _FRONTEND)
+
+
+_WHY_CACHE_REPORT = {
+    Role.PREFILL: "else pdgate learns from /generate alone how much of a prompt was cached",
+    Role.DECODE: "else clients are not told their cached tokens",
+    Role.PLAIN: "else nobody is told cached tokens",
+}

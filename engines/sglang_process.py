@@ -82,7 +82,7 @@ class SglangServer(ServerProcess):
     What it says goes to `log`, by default a file in the environment's `logs` named by role and port.
     """
 
-    ready_timeout_s = 240.0
+    ready_timeout_s = 400.0
     stop_signal = signal.SIGKILL
     """At SIGTERM it waits for its requests, and then long for its schedulers."""
 

@@ -14,6 +14,7 @@ from typing import Any, TypeGuard
 
 import orjson
 
+from engines.sglang_versions import SERVED, Versions
 from engines.types import FailureKind
 
 RID_CHARS = 32
@@ -79,17 +80,15 @@ class Poison:
 
     field: str
     reason: str
-    version: str = "0.5.23"
+    versions: Versions = SERVED
 
 
 _TOP_LOGPROBS = f"at most {MAX_TOP_LOGPROBS} top logprobs can be handed from prefill to decode"
 POISON_TABLE = (
     Poison("top_logprobs", _TOP_LOGPROBS),
     Poison("logprobs", _TOP_LOGPROBS),
-    Poison("top_logprobs_num", _TOP_LOGPROBS),
-    Poison("best_of", "best_of above 1 is not built yet for a prefill/decode pair; ask for n samples instead"),
-    Poison("logprob_start_len", "prompt logprobs are not built yet for a prefill/decode pair; leave it out or send -1"),
-    Poison("echo", "echo with logprobs needs prompt logprobs, which are not built yet; send one of the two"),
+    Poison("top_logprobs_num", _TOP_LOGPROBS + ", and a list for a single prompt ends a server"),
+    Poison("logprob_start_len", "below -1, or a list for a single prompt, ends a server; send one position, or -1"),
     Poison("session_params", "sessions live on one server and cannot be handed from prefill to decode"),
     Poison("input_embeds", "embeddings as input cannot be handed from prefill to decode; send text or input_ids"),
     Poison("return_sampling_mask", "sampling masks are not handed from prefill to decode by default"),
@@ -128,14 +127,14 @@ def poisonous_integer(body: Mapping[str, Any]) -> tuple[str, str] | None:
 
 def _is_poison(name: str, value: Any, source: Mapping[str, Any], body: Mapping[str, Any]) -> bool:
     match name:
-        case "top_logprobs" | "logprobs" | "top_logprobs_num":
-            return any(_number(item) > MAX_TOP_LOGPROBS for item in (value if isinstance(value, list) else [value]))
-        case "best_of" | "beam_width":
+        case "top_logprobs" | "logprobs":
+            return _number(value) > MAX_TOP_LOGPROBS
+        case "top_logprobs_num":
+            return isinstance(value, list) or _number(value) > MAX_TOP_LOGPROBS
+        case "beam_width":
             return _number(value) > 1
         case "logprob_start_len":
-            return _number(value) >= 0 and bool(body.get("return_logprob", True))
-        case "echo":
-            return bool(value) and body.get("logprobs") not in (None, False)
+            return bool(body.get("return_logprob")) and (isinstance(value, list) or _number(value) < -1)
         case "input_ids":
             return isinstance(value, list) and (not value or [] in value)
         case "min_p":
@@ -203,6 +202,15 @@ class Bootstrap:
 
     def fields(self) -> dict[str, Any]:
         return {"bootstrap_host": self.host, "bootstrap_port": self.port, "bootstrap_room": self.room}
+
+
+def rank_fields(rank: int | None, prefill_rank: int | None) -> dict[str, int]:
+    """The DP ranks that one leg's body names: its own, and the prefill's; None where a server has only one.
+
+    A prefill gets its rank twice: the second says that the decode knows, else it insists on the room's own rank.
+    """
+    named = {"routed_dp_rank": rank, "disagg_prefill_dp_rank": prefill_rank}
+    return {name: value for name, value in named.items() if value is not None}
 
 
 def generation_body(body: Mapping[str, Any], rid: str, bootstrap: Bootstrap, *, want_usage: bool) -> bytes:

@@ -102,6 +102,16 @@ class CacheFormat:
 
 
 @dataclass(frozen=True, slots=True)
+class Parallelism:
+    """Over how many ranks a server splits attention (tensor, context), its layers, the context of its decode."""
+
+    attn_tp: int = 1
+    attn_cp: int = 1
+    pp: int = 1
+    dcp: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSpec:
     """Where a server is, as the operator said it. `bootstrap_*` belong to prefills only."""
 
@@ -131,7 +141,10 @@ class KvEventSource:
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What a probe read from a server; it changes only when the server restarts."""
+    """What a probe read from a server; it changes only when the server restarts.
+
+    `max_total_tokens` and `max_running_requests` are those of one DP rank.
+    """
 
     model: str
     weight_version: str
@@ -146,6 +159,19 @@ class EngineFacts:
     radix_cache: bool = True
     kv_events: KvEventSource | None = None
     """Where its KV events come from; None when it publishes none."""
+    parallelism: Parallelism = Parallelism()
+    auto_kv_dtype: bool = False
+    """It resolves its KV dtype itself: FP8 where its checkpoint's quantization says so, else `model_dtype`."""
+    model_dtype: str = ""
+    quantization: str = ""
+    device: str = ""
+    handshake_fields: frozenset[str] = frozenset()
+    """What a prefill tells decodes of itself, or a decode can read of it; empty where that is not known."""
+    version_known: bool = True
+    frontend: str = ""
+    sampling_defaults: str = ""
+    deterministic: bool = False
+    cache_report: bool = False
 
 
 class Medium(StrEnum):
@@ -191,6 +217,15 @@ KvEvent = PagesStored | PagesRemoved | PagesCleared
 
 
 @dataclass(frozen=True, slots=True)
+class RankLoad:
+    """What one DP rank of a server says of itself."""
+
+    waiting_uncached_tokens: int
+    used_tokens: int
+    total_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class EngineLoad:
     """One load snapshot of a server, summed over its DP ranks. `taken_s` is the server's own wall clock."""
 
@@ -203,6 +238,12 @@ class EngineLoad:
     max_total_tokens: int
     prefill_uncached_tokens_total: int = 0
     prefill_busy_us_total: int = 0
+    ranks: tuple[RankLoad, ...] = ()
+    """The same by DP rank, of a server that has several."""
+
+    def of_rank(self, rank: int | None) -> EngineLoad | RankLoad:
+        """The part of one DP rank; the whole where it is not known."""
+        return self.ranks[rank] if rank is not None and rank < len(self.ranks) else self
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,8 +140,24 @@ TRANSITIONS: dict[tuple[Phase, Event], tuple[Phase, Action]] = {
 }
 
 
-def step(phase: Phase, event: Event) -> tuple[Phase, Action]:
+NEEDING_PREFILL: dict[tuple[Phase, Event], tuple[Phase, Action]] = {
+    (_P.DISPATCHED, _E.PREFILL_BROKE): (_P.FAILED, _A.BLAME_PREFILL),
+    (_P.DISPATCHED, _E.DECODE_OUTPUT): (_P.HELD, _A.KEEP),
+    (_P.DISPATCHED, _E.DECODE_ENDED): (_P.HELD_WHOLE, _A.KEEP),
+    (_P.HELD, _E.PREFILL_BROKE): (_P.FAILED, _A.BLAME_PREFILL),
+    (_P.HELD, _E.HOLD_PASSED): (_P.HELD, _A.NOTHING),
+    (_P.HELD_WHOLE, _E.PREFILL_BROKE): (_P.FAILED, _A.BLAME_PREFILL),
+    (_P.HELD_WHOLE, _E.HOLD_PASSED): (_P.HELD_WHOLE, _A.NOTHING),
+    (_P.HELD_WHOLE, _E.DEADLINE_PASSED): (_P.FAILED, _A.BLAME_SILENT),
+}
+"""What is otherwise where the client's answer needs something of the prefill's: before that nothing is passed on, and
+without it the attempt has failed."""
+
+
+def step(phase: Phase, event: Event, *, needs_prefill: bool = False) -> tuple[Phase, Action]:
     """The next phase of an attempt, and what to do."""
+    if needs_prefill and (phase, event) in NEEDING_PREFILL:
+        return NEEDING_PREFILL[phase, event]
     return TRANSITIONS[phase, event]
 
 

@@ -11,7 +11,7 @@ from gateway.errors import GatewayError
 from gateway.join_probe import Join
 from gateway.openai_api import openai_models, served
 from gateway.owners_api import owners_json, status_json
-from routing.filters import difference
+from routing.compatibility import Apart
 
 
 def add_routes(app: web.Application, gw: Gateway) -> None:
@@ -31,6 +31,7 @@ def add_routes(app: web.Application, gw: Gateway) -> None:
             "pairs": pairs,
             "models": gw.fleet.models(),
             "engines": engines,
+            "apart": [_apart_json(each) for each in gw.decider.pairs.apart(gw.fleet.snapshot())],
             "ownership": status_json(gw.shared.store.status()),
             "index": {model: _join_json(join) for model, join in gw.joins.models().items()},
         }
@@ -88,16 +89,25 @@ def _context_tokens(gw: Gateway) -> dict[str, int]:
 def ready_pairs(gw: Gateway) -> int:
     """How many pairs could serve a request now: both up, and able to exchange KV."""
     views = [view for view in gw.fleet.views() if view.health is Health.READY and view.facts is not None]
+    forbidden = gw.decider.pairs.forbidden(gw.fleet.snapshot())
     return sum(
         1
         for prefill in views
         if prefill.spec.role is Role.PREFILL and not gw.monitor.is_stale(prefill.engine_id)
         for decode in views
-        if decode.spec.role is Role.DECODE
-        and prefill.facts is not None
-        and decode.facts is not None
-        and difference(prefill.facts, decode.facts) is None
+        if decode.spec.role is Role.DECODE and (prefill.engine_id, decode.engine_id) not in forbidden
     )
+
+
+def _apart_json(found: Apart) -> dict[str, object]:
+    """Servers that are not paired, and why; the first of each side stand for the others."""
+    return {
+        "fit": found.match.fit,
+        "reason": found.match.reason,
+        "pairs": len(found.prefills) * len(found.decodes),
+        "prefill": found.prefills[0],
+        "decode": found.decodes[0],
+    }
 
 
 def _join_json(join: Join) -> dict[str, object]:

@@ -6,11 +6,10 @@ A shell around `failover/phase.py`: it keeps the timers and does what the table 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from engines.pair import LegAnswer, LegEvent, LegFailed, LegOutput, PairRun
+from engines.pair import Frames, LegAnswer, LegEvent, LegFailed, LegOutput, PairRun
 from engines.sse_frames import EventKind
 from engines.types import FailureKind, Leg, Outcome, Stage
 from failover import phase as table
@@ -21,8 +20,8 @@ from gateway.config import DeadlineConfig
 
 CLIENT_PATIENCE_S = 60.0
 """How long one write to a client may wait for it: its unread answer holds KV on a decode."""
-
-Frames = Sequence[tuple[EventKind, bytes]]
+_KEPT_LIMIT_BYTES = 64 * 1024 * 1024
+"""Output of a decode that may wait for what its prefill has to say; more than this means that the prefill is silent."""
 
 
 class Sink(Protocol):
@@ -70,7 +69,7 @@ _STAGES = {
     Phase.DONE: Stage.DONE,
     Phase.FAILED: Stage.DONE,
 }
-_WAITING_FOR_PREFILL = (Phase.DISPATCHED, Phase.HELD)
+_WAITING_FOR_PREFILL = (Phase.DISPATCHED, Phase.HELD, Phase.HELD_WHOLE)
 
 
 @dataclass(slots=True)
@@ -82,6 +81,7 @@ class _Progress:
     timer_s: float | None = None
     timer_event: Event = Event.HOLD_PASSED
     kept: list[tuple[EventKind, bytes]] = field(default_factory=list)
+    kept_bytes: int = 0
     whole: bytes = b""
     outcomes: list[Outcome] = field(default_factory=list)
 
@@ -102,7 +102,7 @@ async def follow(run: PairRun, sink: Sink, observer: Observer, limits: DeadlineC
             happened = None
         event = due_event if happened is None else _event_of(happened, progress)
         before = progress.phase
-        progress.phase, action = table.step(before, event)
+        progress.phase, action = table.step(before, event, needs_prefill=run.needs_prefill_answer)
         await _act(action, before, happened, run, sink, observer, progress, clock())
         if progress.phase is Phase.FAILED:
             raise _failed(action, before, run, observer, progress)
@@ -125,7 +125,7 @@ def _next_due(progress: _Progress, stream: bool, limits: DeadlineConfig, deadlin
 def _event_of(happened: LegEvent, progress: _Progress) -> Event:
     match happened:
         case LegOutput():
-            return Event.DECODE_OUTPUT
+            return Event.DECODE_OUTPUT if progress.kept_bytes <= _KEPT_LIMIT_BYTES else Event.DEADLINE_PASSED
         case LegAnswer(leg=Leg.PREFILL):
             return Event.PREFILL_ANSWERED
         case LegAnswer():
@@ -156,7 +156,7 @@ async def _act(
     if isinstance(happened, LegOutput):
         observer.progress(Leg.DECODE, now_s)
         progress.kept.extend(happened.frames)
-        progress.silent_since_s = now_s
+        progress.kept_bytes += sum(len(frame) for _, frame in happened.frames)
     match action:
         case Action.HOLD:
             progress.timer_s, progress.timer_event = now_s + table.HOLD_S, Event.HOLD_PASSED
@@ -186,10 +186,10 @@ async def _pass_on(run: PairRun, sink: Sink, progress: _Progress) -> None:
     try:
         async with asyncio.timeout(CLIENT_PATIENCE_S):
             if progress.kept:
-                frames, progress.kept = progress.kept, []
-                await sink.frames(run.attempt.rid, frames)
+                frames, progress.kept, progress.kept_bytes = progress.kept, [], 0
+                await sink.frames(run.attempt.rid, run.merged_frames(frames))
             if progress.phase is Phase.DONE and not run.attempt.stream:
-                await sink.answer(run.attempt.rid, progress.whole)
+                await sink.answer(run.attempt.rid, run.merged_answer(progress.whole))
     except TimeoutError:
         raise ConnectionAbortedError(f"the client has read nothing for {CLIENT_PATIENCE_S:g} s") from None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from engines.types import EngineId, PrefillTiming, PrefillWork
 from routing.bookings_log import NOTHING, Totals
@@ -25,6 +26,24 @@ class Booking:
     kv_tokens: int
     predicted_prefill_s: float
     booked_s: float
+    prefill_rank: int | None = None
+    """The DP rank of the prefill, where it has several; so for the decode."""
+    decode_rank: int | None = None
+
+
+class PrefillPromise(NamedTuple):
+    """What one DP rank of a prefill has to do. A tuple, since one is made for every rank in every decision."""
+
+    queue_s: float
+    uncached_tokens: int
+    requests: int
+
+
+class DecodePromise(NamedTuple):
+    """What one DP rank of a decode has to hold."""
+
+    kv_tokens: int
+    requests: int
 
 
 @dataclass(slots=True)
@@ -37,11 +56,52 @@ class _Prefill:
     attention: int = 0
     busy_since_s: float = 0.0
 
+    def add(self, booking: Booking) -> None:
+        if not self.works:
+            self.busy_since_s = booking.booked_s
+        self.works[booking.rid] = booking
+        self.new_tokens += booking.work.new_tokens
+        self.prompt_tokens += booking.work.prompt_tokens
+        self.attention += _attention(booking.work)
+
+    def take(self, booking: Booking, now_s: float) -> float | None:
+        """Remove it; the seconds it took since its head's turn came, or None when it is not here."""
+        if self.works.pop(booking.rid, None) is None:
+            return None
+        took_s = now_s - max(self.busy_since_s, booking.booked_s)
+        self.busy_since_s = now_s
+        self.new_tokens -= booking.work.new_tokens
+        self.prompt_tokens -= booking.work.prompt_tokens
+        self.attention -= _attention(booking.work)
+        return took_s
+
+    def queue_s(self, timing: PrefillTiming, now_s: float) -> float:
+        """Seconds until all of it is worked off, in forwards of `chunk_tokens`."""
+        if not self.works:
+            return 0.0
+        forwards = -(-self.new_tokens // timing.chunk_tokens) if self.new_tokens else 0
+        total_s = forwards * timing.base_s + self.new_tokens * timing.per_token_s + self.attention * timing.per_token2_s
+        head_s = next(iter(self.works.values())).predicted_prefill_s
+        return max(0.0, total_s - min(head_s, now_s - self.busy_since_s))
+
 
 @dataclass(slots=True)
 class _Decode:
     works: dict[str, Booking] = field(default_factory=dict)
     kv_tokens: int = 0
+
+    def add(self, booking: Booking) -> None:
+        self.works[booking.rid] = booking
+        self.kv_tokens += booking.kv_tokens
+
+    def take(self, booking: Booking) -> bool:
+        if self.works.pop(booking.rid, None) is None:
+            return False
+        self.kv_tokens -= booking.kv_tokens
+        return True
+
+
+_NO_PREFILL, _NO_DECODE = _Prefill(), _Decode()
 
 
 def _nobody() -> None:
@@ -57,6 +117,8 @@ class Bookings:
     def __init__(self) -> None:
         self._prefills: dict[EngineId, _Prefill] = {}
         self._decodes: dict[EngineId, _Decode] = {}
+        self._prefill_ranks: dict[tuple[EngineId, int], _Prefill] = {}
+        self._decode_ranks: dict[tuple[EngineId, int], _Decode] = {}
         self._others: Mapping[EngineId, Totals] = {}
         self.version = 0
         self.own_changed: Callable[[], None] = _nobody
@@ -69,16 +131,10 @@ class Bookings:
             self.version += 1
 
     def book(self, booking: Booking) -> None:
-        prefill = self._prefills.setdefault(booking.prefill, _Prefill())
-        if not prefill.works:
-            prefill.busy_since_s = booking.booked_s
-        prefill.works[booking.rid] = booking
-        prefill.new_tokens += booking.work.new_tokens
-        prefill.prompt_tokens += booking.work.prompt_tokens
-        prefill.attention += _attention(booking.work)
-        decode = self._decodes.setdefault(booking.decode, _Decode())
-        decode.works[booking.rid] = booking
-        decode.kv_tokens += booking.kv_tokens
+        for prefill in self._prefills_of(booking):
+            prefill.add(booking)
+        for decode in self._decodes_of(booking):
+            decode.add(booking)
         self._own_changed()
 
     def prefill_done(self, booking: Booking, now_s: float) -> float | None:
@@ -86,26 +142,29 @@ class Bookings:
 
         Prefills work in order, so one took from the end of the one before it (or from its own dispatch) until now.
         """
-        prefill = self._prefills.get(booking.prefill)
-        if prefill is None or prefill.works.pop(booking.rid, None) is None:
-            return None
-        took_s = now_s - max(prefill.busy_since_s, booking.booked_s)
-        prefill.busy_since_s = now_s
-        prefill.new_tokens -= booking.work.new_tokens
-        prefill.prompt_tokens -= booking.work.prompt_tokens
-        prefill.attention -= _attention(booking.work)
-        self._own_changed()
+        took_s = [prefill.take(booking, now_s) for prefill in self._prefills_of(booking)][-1]
+        if took_s is not None:
+            self._own_changed()
         return took_s
 
     def release(self, booking: Booking, now_s: float) -> bool:
         """Release all of it; whether any of it was still held."""
         held = self.prefill_done(booking, now_s) is not None
-        decode = self._decodes.get(booking.decode)
-        if decode is not None and decode.works.pop(booking.rid, None) is not None:
-            decode.kv_tokens -= booking.kv_tokens
+        if all(decode.take(booking) for decode in self._decodes_of(booking)):
             self._own_changed()
             held = True
         return held
+
+    def _prefills_of(self, booking: Booking) -> Iterator[_Prefill]:
+        """Where the prefill half is counted: with the server, and with its rank where it has several."""
+        yield self._prefills.setdefault(booking.prefill, _Prefill())
+        if booking.prefill_rank is not None:
+            yield self._prefill_ranks.setdefault((booking.prefill, booking.prefill_rank), _Prefill())
+
+    def _decodes_of(self, booking: Booking) -> Iterator[_Decode]:
+        yield self._decodes.setdefault(booking.decode, _Decode())
+        if booking.decode_rank is not None:
+            yield self._decode_ranks.setdefault((booking.decode, booking.decode_rank), _Decode())
 
     # ---- what all gateways have promised ---------------------------------------------------------------------------
 
@@ -134,6 +193,40 @@ class Bookings:
         decode = self._decodes.get(engine_id)
         return (len(decode.works) if decode is not None else 0) + self._of_others(engine_id).decode_requests
 
+    def on_prefill_ranks(
+        self, engine_id: EngineId, ranks: int, timing: PrefillTiming, now_s: float
+    ) -> list[PrefillPromise]:
+        """What all gateways have promised on each DP rank of a prefill.
+
+        What others have promised is known of the server alone, and is thought to be spread evenly.
+        """
+        others = self._of_others(engine_id)
+        tokens, requests = -(-others.uncached_tokens // ranks), -(-others.prefill_requests // ranks)
+        found = (self._prefill_ranks.get((engine_id, rank), _NO_PREFILL) for rank in range(ranks))
+        return [
+            PrefillPromise(
+                prefill.queue_s(timing, now_s) + others.queue_s / ranks,
+                prefill.new_tokens + tokens,
+                len(prefill.works) + requests,
+            )
+            for prefill in found
+        ]
+
+    def on_decode_ranks(self, engine_id: EngineId, ranks: int) -> list[DecodePromise]:
+        """The same of a decode."""
+        others = self._of_others(engine_id)
+        tokens, requests = -(-others.decode_kv_tokens // ranks), -(-others.decode_requests // ranks)
+        found = (self._decode_ranks.get((engine_id, rank), _NO_DECODE) for rank in range(ranks))
+        return [DecodePromise(decode.kv_tokens + tokens, len(decode.works) + requests) for decode in found]
+
+    def beside(self, booking: Booking) -> tuple[int, int]:
+        """Requests and KV tokens that one batch of the booking's decode has, itself counted."""
+        engine_id, rank = booking.decode, booking.decode_rank
+        if rank is None:
+            return self.decode_requests(engine_id), self.decode_kv_tokens(engine_id)
+        decode = self._decode_ranks.get((engine_id, rank), _NO_DECODE)
+        return len(decode.works), decode.kv_tokens
+
     def _of_others(self, engine_id: EngineId) -> Totals:
         return self._others.get(engine_id, NOTHING)
 
@@ -141,15 +234,7 @@ class Bookings:
 
     def own_queue_s(self, engine_id: EngineId, timing: PrefillTiming, now_s: float) -> float:
         """`queue_s` over this gateway's bookings alone."""
-        prefill = self._prefills.get(engine_id)
-        if prefill is None or not prefill.works:
-            return 0.0
-        forwards = -(-prefill.new_tokens // timing.chunk_tokens) if prefill.new_tokens else 0
-        total_s = (
-            forwards * timing.base_s + prefill.new_tokens * timing.per_token_s + prefill.attention * timing.per_token2_s
-        )
-        head_s = next(iter(prefill.works.values())).predicted_prefill_s
-        return max(0.0, total_s - min(head_s, now_s - prefill.busy_since_s))
+        return self._prefills.get(engine_id, _NO_PREFILL).queue_s(timing, now_s)
 
     def own(self, engine_id: EngineId) -> Totals:
         """This gateway's totals on an engine, without `queue_s`, which takes a timing: see `own_queue_s`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Protocol
@@ -20,7 +20,9 @@ from gateway.errors import no_pair, overloaded
 from gateway.kv_audit import KvAudit
 from gateway.learned import Learned
 from gateway.owners import Owners
+from gateway.pairs import Pairs
 from routing import filters
+from routing.compatibility import Apart
 from routing.ownership import ClaimId
 from routing.policies import Policy
 from routing.queueing import FILL_RATIO, HeldBack, Offer, WaitingQueue, has_room, retry_after_s
@@ -56,6 +58,7 @@ class Decision:
     claim: ClaimId
     handed_over: bool = False
     over: bool = False
+    apart: Sequence[Apart] = ()
 
     @property
     def pair(self) -> tuple[EngineId, EngineId]:
@@ -91,7 +94,7 @@ class Decider:
         self._is_stale = is_stale
         self._waiters: dict[str, _Waiter] = {}
         self._left_s: deque[float] = deque(maxlen=256)
-        self._pairs_of: tuple[int, frozenset[tuple[EngineId, EngineId]]] = (-1, frozenset())
+        self.pairs = Pairs()
         self.owners = owners
         self.learned = learned
         self.queue = queue
@@ -220,7 +223,7 @@ class Decider:
             tuple(open_states),
             self.learned.profile.link,
             self.learned.profile.kv_bytes_per_token,
-            incompatible=self._incompatible(fleet),
+            incompatible=self.pairs.forbidden(fleet),
             versions=self._versions(fleet),
         )
         choice = self._policy.choose(request, snapshot, self._rng)
@@ -228,8 +231,11 @@ class Decider:
             if full:
                 held.waits(request, full)
                 return None
-            raise no_pair("no prefill and decode that are up may be paired (see explain for the differing field)")
-        return self._book(request, snapshot, choice, dropped)
+            why = self.pairs.why_none(fleet)
+            raise no_pair("no prefill and decode that are up may be paired" + (f" ({why})" if why else ""))
+        decision = self._book(request, snapshot, choice, dropped)
+        decision.apart = self.pairs.apart(fleet)
+        return decision
 
     def _book(
         self, request: RequestView, snapshot: RoutingSnapshot, choice: Choice, dropped: tuple[Dropped, ...]
@@ -246,8 +252,10 @@ class Decider:
             request.kv_tokens,
             prefill_s(prefill.timing, work.prompt_tokens, work.cached_tokens),
             snapshot.now_s,
+            prefill.rank,
+            decode.rank,
         )
-        claim = self.owners.promise(prefill.view, request, snapshot.now_s)
+        claim = self.owners.promise(prefill.view, request, snapshot.now_s, prefill.rank)
         self.bookings.book(booking)  # last: nothing that may go wrong comes between this and its decision
         waited_s = max(0.0, snapshot.now_s - request.arrival_s)
         return Decision(
@@ -273,13 +281,6 @@ class Decider:
     def _may_come_back(self, fleet: FleetSnapshot, role: Role) -> bool:
         """Whether a server of this role is only late with an answer: a reason to wait, not to refuse."""
         return any(self._with_staleness(view).health is Health.SLOW for view in fleet.with_role(role))
-
-    def _incompatible(self, fleet: FleetSnapshot) -> frozenset[tuple[EngineId, EngineId]]:
-        """Pairs that must not be formed; computed anew only when the fleet has changed."""
-        if self._pairs_of[0] != fleet.version:
-            pairs = filters.incompatible_pairs(fleet.with_role(Role.PREFILL), fleet.with_role(Role.DECODE))
-            self._pairs_of = (fleet.version, frozenset(pairs))
-        return self._pairs_of[1]
 
     def _versions(self, fleet: FleetSnapshot) -> dict[str, int]:
         return {

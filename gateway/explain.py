@@ -11,8 +11,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engines.types import Outcome
+from gateway import pairs
 from gateway.decider import Decision
 from gateway.errors import clipped
+from routing.compatibility import match
 from routing.prefix import BlockKind
 from routing.types import Candidate
 
@@ -56,6 +58,8 @@ class AttemptRecord:
             "choice_index": self.choice_index,
             "prefill": decision.prefill.engine_id,
             "decode": decision.decode.engine_id,
+            "prefill_rank": decision.booking.prefill_rank,
+            "decode_rank": decision.booking.decode_rank,
             "prefill_epoch": decision.prefill.epoch,
             "decode_epoch": decision.decode.epoch,
             "prompt_tokens": request.prompt_tokens,
@@ -72,6 +76,8 @@ class AttemptRecord:
             **_cost(decision.choice.best),
             "considered": [_candidate(candidate) for candidate in decision.choice.considered],
             "dropped": [{"engine": each.engine_id, "reason": each.reason} for each in decision.dropped],
+            "pair_note": _pair_note(decision),
+            "apart": [pairs.line(each) for each in decision.apart[: pairs.TOLD_AT_ONCE]],
             "versions": dict(decision.versions),
             "outcomes": [_outcome(outcome) for outcome in self.outcomes],
             "verdict": self.verdict,
@@ -172,6 +178,12 @@ def _cost(candidate: Candidate) -> dict[str, Any]:
         },
         "total_s": terms.total_s,
     }
+
+
+def _pair_note(decision: Decision) -> str | None:
+    """What is worth a word about the chosen pair: how its servers differ, though they fit."""
+    prefill, decode = decision.prefill.facts, decision.decode.facts
+    return (match(prefill, decode).reason or None) if prefill is not None and decode is not None else None
 
 
 def _candidate(candidate: Candidate) -> dict[str, Any]:

@@ -70,6 +70,10 @@ def show(record: dict[str, Any], console: Console) -> None:
         console.print(_attempt_table(number, attempt))
         for outcome in attempt["outcomes"]:
             say(f"  {outcome['leg']} failed: {outcome['kind']} at {outcome['stage']}: {outcome['message']}")
+        if attempt.get("pair_note"):
+            say(f"  the pair: {attempt['pair_note']}")
+        for reason in attempt.get("apart", ()):
+            say(f"  {reason}")
         for dropped in attempt["dropped"]:
             say(f"  left out {dropped['engine']}: {dropped['reason']}")
 

@@ -48,7 +48,8 @@ def gauges(gw: Gateway) -> Iterator[Gauge]:
     yield "pdgate_queue_bytes", "Bytes of bodies that wait", {}, float(decider.queue.body_bytes)
     yield "pdgate_live_bookings", "Attempts whose bookings are not released", {}, float(bookings.live())
     yield "pdgate_releases_pending", "Abandoned attempts not known to be free", {}, float(gw.releaser.pending)
-    yield "pdgate_index_bytes", "Memory of the prefix index", {}, float(decider.owners.index.memory_bytes())
+    index_bytes = decider.owners.index.memory_bytes() + decider.owners.ranks.memory_bytes()
+    yield "pdgate_index_bytes", "Memory of the prefix index", {}, float(index_bytes)
     yield from _ownership_gauges(gw.shared.store.status())
     for model, join in gw.joins.models().items():
         labels = {"model": model}

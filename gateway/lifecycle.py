@@ -230,8 +230,8 @@ async def _attempt(
 
 
 def _make_attempt(gw: Gateway, story: Story, unit: Unit, decision: Decision) -> Attempt:
-    facts = decision.prefill.facts
-    room = gw.rooms.next_room(facts.dp_size if facts is not None else 1)
+    facts, booking = decision.prefill.facts, decision.booking
+    room = gw.rooms.next_room(facts.dp_size if facts is not None else 1, booking.prefill_rank)
     return Attempt(
         decision.rid,
         room,
@@ -241,4 +241,6 @@ def _make_attempt(gw: Gateway, story: Story, unit: Unit, decision: Decision) -> 
         story.request.stream,
         unit.body,
         leg_headers(story.span),
+        booking.prefill_rank,
+        booking.decode_rank,
     )

@@ -1,11 +1,13 @@
 """One answer out of the answers of several engine requests: the samples and prompts that were sent one by one.
 
-Pure. Everywhere `bodies[i]` answers the unit whose choice_index is i, and `samples` is the n of the client, so that
-prompt i // samples is what unit i was asked. Nothing that came in is changed; fields not named here are the first's.
+Pure. Everywhere `bodies[i]` answers the unit whose choice_index is i, and `samples` is how many were asked of each
+prompt, so that prompt i // samples is what unit i was asked. Nothing that came in is changed; fields not named here are
+the first's.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeGuard
 
@@ -24,6 +26,34 @@ def merge_completions(bodies: Sequence[Json], public_id: str, created: int, samp
     choices = [{**choice, "index": index} for index, body in enumerate(bodies) for choice in _choices(body)]
     usage = merge_usage([body.get("usage") for body in bodies], samples)
     return {**bodies[0], "id": public_id, "created": created, "choices": choices, "usage": usage}
+
+
+def merge_best(
+    bodies: Sequence[Json], public_id: str, created: int, candidates: int, samples: int, *, with_logprobs: bool
+) -> Json:
+    """One completion with the `samples` best of the `candidates` of each prompt, the best first; usage counts them all.
+
+    The best have the highest mean log-probability per generated token. Without `with_logprobs` the client had asked for
+    none.
+    """
+    best: list[Json] = []
+    for start in range(0, len(bodies), candidates):
+        best += sorted(bodies[start : start + candidates], key=_mean_logprob, reverse=True)[:samples]
+    cut = {} if with_logprobs else {"logprobs": None}
+    choices = [{**choice, "index": index, **cut} for index, body in enumerate(best) for choice in _choices(body)]
+    return {**merge_completions(bodies, public_id, created, candidates), "choices": choices}
+
+
+def _mean_logprob(body: Json) -> float:
+    """Of the generated tokens of a completion, which come last; the worst there is where they have none."""
+    choices, usage = _choices(body), body.get("usage")
+    logprobs = choices[0].get("logprobs") if choices else None
+    values = logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None
+    generated = usage.get("completion_tokens") if _makes_sense(usage) else None
+    if not isinstance(values, list) or not generated:
+        return -math.inf
+    known = [value for value in values[-generated:] if isinstance(value, int | float)]
+    return sum(known) / len(known) if known else -math.inf
 
 
 def merge_generate(bodies: Sequence[Json], public_id: str) -> list[Json]:

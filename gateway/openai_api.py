@@ -67,8 +67,9 @@ _PER_PROMPT_FIELDS = {
 class ParsedRequest:
     """A checked client request.
 
-    `body` is as it came, minus the fields named in `stripped`. `samples` is n; `prompts` counts list prompts (1 if
-    single), `batched` says that they came as a list. `max_output_tokens` is the limit the engine will apply to one
+    `body` is as it came, minus the fields named in `stripped`. `samples` is n, and `candidates` (best_of) are generated
+    for each prompt to choose them from: as many, or more. `prompts` counts list prompts (1 if single), `batched` says
+    that they came as a list. `max_output_tokens` is the limit the engine will apply to one
     sample; None where only its context ends it. `client_rid` is the rid the client wished for: an alias only.
     """
 
@@ -79,6 +80,7 @@ class ParsedRequest:
     include_usage: bool
     model: str | None
     samples: int
+    candidates: int
     prompts: int
     batched: bool
     max_output_tokens: int | None
@@ -114,15 +116,20 @@ def parse(api: Api, raw: bytes) -> ParsedRequest:
     stripped = tuple(name for name in body if name in _STRIPPED or name.startswith(_STRIPPED_PREFIXES))
     removed = {name: body.pop(name) for name in stripped}
     stream_options = _field(body, "stream_options", dict, "an object") or {}
+    stream = bool(_field(body, "stream", bool, "true or false"))
     prompts, batched = _check_prompts(api, body)
+    samples = _samples(api, body, prompts, batched)
+    candidates = _candidates(body, samples, stream) if api is Api.COMPLETIONS else samples
+    _check_choices(api, body, prompts, samples, candidates)
     return ParsedRequest(
         api=api,
         body=body,
         body_bytes=len(raw),
-        stream=bool(_field(body, "stream", bool, "true or false")),
+        stream=stream,
         include_usage=bool(_field(stream_options, "include_usage", bool, "true or false", "stream_options.")),
         model=_field(body, "model", str, "a string"),
-        samples=_samples(api, body, prompts, batched),
+        samples=samples,
+        candidates=candidates,
         prompts=prompts,
         batched=batched,
         max_output_tokens=_max_output_tokens(api, body, prompts, batched),
@@ -132,13 +139,15 @@ def parse(api: Api, raw: bytes) -> ParsedRequest:
 
 
 def expand(parsed: ParsedRequest) -> tuple[Unit, ...]:
-    """Split into single engine requests, in the order of the answer: choice_index = prompt_index * n + sample_index."""
+    """Split into single engine requests, prompt by prompt: choice_index = prompt_index * candidates + sample_index."""
     units = []
     for prompt_index in range(parsed.prompts):
         body = _without_samples(parsed.api, _body_of_prompt(parsed, prompt_index))
+        if parsed.candidates > parsed.samples and body.get("logprobs") is None:
+            body = {**body, "logprobs": 0}  # those of the output alone: what the best are known by
         prompt_bytes, token_ids = _canonical_prompt(parsed.api, body)
-        for sample_index in range(parsed.samples):
-            choice_index = prompt_index * parsed.samples + sample_index
+        for sample_index in range(parsed.candidates):
+            choice_index = prompt_index * parsed.candidates + sample_index
             units.append(Unit(body, prompt_index, sample_index, choice_index, prompt_bytes, token_ids))
     return tuple(units)
 
@@ -204,13 +213,27 @@ def _samples(api: Api, body: dict[str, Any], prompts: int, batched: bool) -> int
     counts = {_whole(owner, "n", 1, MAX_SAMPLES, path) or 1 for owner in owners}
     if len(counts) > 1:
         raise bad_request(f"{path}n must be the same for all prompts of a request", param=f"{path}n")
-    samples = counts.pop()
-    if samples * prompts > MAX_CHOICES:
-        raise bad_request(
-            f"{prompts} prompts with n = {samples} are more than {MAX_CHOICES} choices; send several requests",
-            param=f"{path}n" if samples > 1 else _prompt_name(api, body),
-        )
-    return samples
+    return counts.pop()
+
+
+def _candidates(body: dict[str, Any], samples: int, stream: bool) -> int:
+    """How many answers are generated for each prompt; engines know no best_of."""
+    candidates = _whole(body, "best_of", 1, MAX_SAMPLES) or samples
+    if candidates < samples:
+        raise bad_request(f"best_of must be at least n, which is {samples}", param="best_of")
+    if stream and candidates > samples:
+        raise bad_request("best_of above n cannot be streamed: the best are known at the end", param="best_of")
+    return candidates
+
+
+def _check_choices(api: Api, body: dict[str, Any], prompts: int, samples: int, candidates: int) -> None:
+    if candidates * prompts <= MAX_CHOICES:
+        return
+    count = "best_of" if candidates > samples else "sampling_params.n" if api is Api.GENERATE else "n"
+    raise bad_request(
+        f"{prompts} prompts with {count} = {candidates} are more than {MAX_CHOICES} choices; send several requests",
+        param=count if candidates > 1 else _prompt_name(api, body),
+    )
 
 
 def _max_output_tokens(api: Api, body: dict[str, Any], prompts: int, batched: bool) -> int | None:
@@ -309,11 +332,12 @@ def _body_of_prompt(parsed: ParsedRequest, index: int) -> dict[str, Any]:
 
 
 def _without_samples(api: Api, body: dict[str, Any]) -> dict[str, Any]:
-    """The body without its n: engines take one sample then."""
+    """The body without what asks for several answers to one prompt: engines give one then."""
     owner = body.get("sampling_params") if api is Api.GENERATE else body
-    if not owner or "n" not in owner:
+    names = ("n", "best_of") if api is Api.COMPLETIONS else ("n",)
+    if not owner or not any(name in owner for name in names):
         return body
-    kept = {name: value for name, value in owner.items() if name != "n"}
+    kept = {name: value for name, value in owner.items() if name not in names}
     return {**body, "sampling_params": kept} if api is Api.GENERATE else kept
 
 

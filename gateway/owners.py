@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from engines.types import EngineFacts, EngineId, EngineView, Role
 from routing.index import Match, PrefixIndex
 from routing.ownership import ClaimId, OwnershipStore, Run, Tier
+from routing.ranks import RankPrefixes
 from routing.types import RequestView
 
 _CLEAR_MISS_RATIO = 0.9
@@ -28,6 +29,7 @@ class Owners:
         self, index: PrefixIndex, store: OwnershipStore, block_tokens: BlockTokens, clock: Callable[[], float]
     ) -> None:
         self.index = index
+        self.ranks = RankPrefixes()
         self.store = store
         self.on_restart_seen: Callable[[EngineId], None] = lambda _: None
         """Called when another gateway has seen a newer boot of an engine than we have."""
@@ -47,13 +49,16 @@ class Owners:
     # ---- decisions -----------------------------------------------------------------------------------------------
 
     def match(self, request: RequestView) -> Match:
-        """How much of this prompt every engine has."""
-        return self.index.match(request.blocks)
+        """How much of this prompt every engine has; beside them, how much of it every DP rank was sent."""
+        engines, ranks = self.index.match(request.blocks), self.ranks.match(request.blocks)
+        return {**engines, **ranks} if ranks else engines
 
-    def promise(self, prefill: EngineView, request: RequestView, now_s: float) -> ClaimId:
-        """A request was dispatched; the claim ends in `kept` or `broken`."""
+    def promise(self, prefill: EngineView, request: RequestView, now_s: float, dp_rank: int | None = None) -> ClaimId:
+        """A request was dispatched; the claim ends in `kept` or `broken`. `dp_rank` where the prefill has several."""
         self.note(prefill, now_s)
         engine_id = prefill.engine_id
+        if dp_rank is not None and prefill.facts is not None:
+            self.ranks.sent(engine_id, dp_rank, request.blocks, self._blocks_of_rank(prefill.facts))
         claim = self.store.claim_pending(engine_id, prefill.epoch, request.blocks, now_s)
         if self._is_current(engine_id, prefill.epoch):
             self.index.add_pending(engine_id, request.blocks)
@@ -147,10 +152,14 @@ class Owners:
     def _size(self, engine_id: EngineId, facts: EngineFacts) -> None:
         """Its own events bound an engine where they are all known; else its size does."""
         exact = engine_id in self._exact
-        blocks = None if exact else int(facts.max_total_tokens / self._block_tokens(facts.model))
+        blocks = None if exact else self._blocks_of_rank(facts) * facts.dp_size
         if self._capacity.get(engine_id, -1) != blocks:
             self._capacity[engine_id] = blocks
             self._set_capacity(engine_id)
+
+    def _blocks_of_rank(self, facts: EngineFacts) -> int:
+        """What one DP rank can cache."""
+        return int(facts.max_total_tokens / self._block_tokens(facts.model))
 
     def _set_capacity(self, engine_id: EngineId) -> None:
         blocks = self._capacity[engine_id]
@@ -159,6 +168,7 @@ class Owners:
 
     def _empty(self, engine_id: EngineId) -> None:
         self.index.drop_engine(engine_id)
+        self.ranks.forget(engine_id)
         self._emptied[engine_id] = self._emptied.get(engine_id, 0) + 1
         if engine_id in self._capacity:
             self._set_capacity(engine_id)

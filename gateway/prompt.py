@@ -140,7 +140,7 @@ def request_view(
         max_output_tokens=max_output_tokens,
         arrival_s=arrival_s,
         deadline_s=deadline_s,
-        body_bytes=ceil(request.body_bytes / (request.prompts * request.samples)),
+        body_bytes=ceil(request.body_bytes / (request.prompts * request.candidates)),
     )
 
 

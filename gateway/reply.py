@@ -13,10 +13,11 @@ from typing import Any, Protocol
 
 import orjson
 
+from engines.pair import Frames
 from engines.sglang_wire import Usage, usage_of
 from engines.sse_frames import EventKind, data_of
 from gateway import live, merge, sse
-from gateway.attempt import CLIENT_PATIENCE_S, Frames, Sink
+from gateway.attempt import CLIENT_PATIENCE_S, Sink
 from gateway.errors import GatewayError
 from gateway.openai_api import Api, ParsedRequest
 
@@ -163,7 +164,7 @@ class Merger:
 
     def __init__(self, reply: Reply, units: int) -> None:
         self.reply = reply
-        self.usages = merge.UsageMerger(units, reply.request.samples)
+        self.usages = merge.UsageMerger(units, reply.request.candidates)
         self.bodies: list[dict[str, Any]] = [{} for _ in range(units)]
         self.held: list[list[bytes]] = [[] for _ in range(units)]
 
@@ -181,6 +182,15 @@ class Merger:
         merged: Any
         if request.api is Api.CHAT:
             merged = merge.merge_chat(self.bodies, reply.public_id, reply.created)
+        elif request.candidates > request.samples:
+            merged = merge.merge_best(
+                self.bodies,
+                reply.public_id,
+                reply.created,
+                request.candidates,
+                request.samples,
+                with_logprobs=request.body.get("logprobs") is not None,
+            )
         elif request.api is Api.COMPLETIONS:
             merged = merge.merge_completions(self.bodies, reply.public_id, reply.created, request.samples)
         else:

@@ -35,6 +35,6 @@ def learn(
         gw.metrics.hit(decision.prefill.engine_id, decision.booking.work.cached_tokens, usage.cached_tokens)
     steps = usage.completion_tokens - 1
     if note.handed_over_s is not None and steps >= _MIN_STEPS:
-        bookings, decode = gw.decider.bookings, decision.decode.engine_id
+        running, kv_tokens = gw.decider.bookings.beside(decision.booking)
         step_s = (ended_s - note.handed_over_s) / steps
-        learned.saw_decode(decode, bookings.decode_requests(decode), bookings.decode_kv_tokens(decode), step_s)
+        learned.saw_decode(decision.decode.engine_id, running, kv_tokens, step_s)

@@ -99,7 +99,7 @@ def has_room(request: RequestView, decode: DecodeState, fill_ratio: float = FILL
     if decode.booked_requests >= decode.max_running_requests:
         return False
     load = decode.view.load
-    used_tokens = max(decode.booked_tokens, load.used_tokens if load is not None else 0)
+    used_tokens = max(decode.booked_tokens, load.of_rank(decode.rank).used_tokens if load is not None else 0)
     need_tokens = max(0, request.kv_tokens - decode.reuse_tokens)
     limit_ratio = fill_ratio if decode.booked_requests else 1.0
     return used_tokens + need_tokens <= limit_ratio * decode.capacity_tokens

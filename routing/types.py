@@ -66,6 +66,8 @@ class PrefillState:
     hit_tokens: int = 0
     pending_hit_tokens: int = 0
     load_s: float = 0.0
+    rank: int | None = None
+    """The DP rank that all of this is true of, on a server that has several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,8 @@ class DecodeState:
     booked_requests: int = 0
     max_running_requests: int = 256
     reuse_tokens: int = 0
+    rank: int | None = None
+    """The DP rank that all of this is true of, on a server that has several."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from aiohttp import web
 
 from engines.emulator.engine import Engine
 from engines.emulator.faults import Fault, Hold, HoldState
+from engines.emulator.kv_pool import total_ledger
 from engines.emulator.live import finished
 from engines.emulator.parse import BadRequest
 from engines.emulator.server import Handler, json_response, read_json
@@ -39,7 +40,9 @@ class AdminServer:
         add("DELETE", "/emulator/fault", self._clear_faults)
 
     async def _ledger(self, request: web.Request) -> web.Response:
-        return json_response(asdict(self._engine.node.pool.ledger()))
+        ledgers = [rank.node.pool.ledger() for rank in self._engine.ranks]
+        ranks = [asdict(each) for each in ledgers] if len(ledgers) > 1 else []
+        return json_response({**asdict(total_ledger(ledgers)), "ranks": ranks})
 
     async def _requests(self, request: web.Request) -> web.Response:
         live = [asdict(finished(each)) for each in self._engine.live.values()]

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from aiohttp import web
 
+from engines.emulator import wire
 from engines.emulator.admin import AdminServer
 from engines.emulator.bootstrap import BootstrapServer
 from engines.emulator.config import Options
@@ -22,6 +23,7 @@ from engines.emulator.pd_prefill import PrefillLinks
 from engines.emulator.prefill_node import PrefillNode
 from engines.emulator.server import GenerationServer, Handler, json_response
 from engines.tasks import spawn
+from engines.types import Role
 
 KEEP_ALIVE_S = 5.0
 """SGLang's idle keep-alive (`SGLANG_TIMEOUT_KEEP_ALIVE`); a property of the socket, so the speed does not scale it."""
@@ -47,13 +49,15 @@ class EmulatedApp:
         loop = asyncio.get_running_loop()
         engine = Engine(self._options)
         built_s = loop.time()
-        if engine.kv_publisher is not None:
-            engine.kv_publisher.start()
-        prefill, decode = await self._connect_peers(engine)
+        publishers = [rank.kv_publisher for rank in engine.ranks if rank.kv_publisher is not None]
+        for publisher in publishers:
+            publisher.start()
+        links = await self._connect_peers(engine)
         app = web.Application(client_max_size=_MAX_BODY_BYTES)
+        app.on_response_prepare.append(_without_type)
         add = self._adder(app)
         info = InfoServer(engine, self._startup_time(built_s))
-        GenerationServer(engine, decode).add_routes(add)
+        GenerationServer(engine).add_routes(add)
         info.add_routes(add)
         AdminServer(engine).add_routes(add)
         app.router.add_route("*", "/{tail:.*}", _not_found(app))
@@ -66,26 +70,26 @@ class EmulatedApp:
         await self._stop.wait()
         for runner in self._runners:
             await runner.cleanup()
-        for links in (prefill, decode):
-            if links is not None:
-                await links.close()
-        if engine.kv_publisher is not None:
-            await engine.kv_publisher.close()
+        for each in (*links, *publishers):
+            await each.close()
 
-    async def _connect_peers(self, engine: Engine) -> tuple[PrefillLinks | None, DecodeLinks | None]:
-        node = engine.node
-        if isinstance(node, PrefillNode):
-            prefill = PrefillLinks(engine, node)
-            await prefill.start()
-            registry = BootstrapServer(lambda: engine.now_s)
-            registry.register(prefill.registration())
+    async def _connect_peers(self, engine: Engine) -> list[PrefillLinks | DecodeLinks]:
+        """Open what every rank needs towards the ranks of other servers, and a prefill's bootstrap server."""
+        connected: list[PrefillLinks | DecodeLinks] = []
+        registry = BootstrapServer(lambda: engine.now_s)
+        for rank in engine.ranks:
+            if isinstance(rank.node, PrefillNode):
+                prefill = PrefillLinks(rank, rank.node)
+                await prefill.start()
+                registry.register(prefill.registration())
+                connected.append(prefill)
+            elif isinstance(rank.node, DecodeNode):
+                decode = DecodeLinks(rank, rank.node)
+                await decode.start()
+                connected.append(decode)
+        if self._options.role is Role.PREFILL:
             await self._listen(registry.app(), self._options.bootstrap_port)
-            return prefill, None
-        if isinstance(node, DecodeNode):
-            decode = DecodeLinks(engine, node)
-            await decode.start()
-            return None, decode
-        return None, None
+        return connected
 
     async def _listen(self, app: web.Application, port: int) -> None:
         runner = web.AppRunner(
@@ -134,6 +138,12 @@ class EmulatedApp:
         return add
 
 
+async def _without_type(request: web.Request, reply: web.StreamResponse) -> None:
+    """Take back the content type that aiohttp gives to every body."""
+    if wire.UNTYPED in reply:
+        del reply.headers["Content-Type"]
+
+
 def _answering_errors(handler: Handler) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         try:
@@ -160,7 +170,9 @@ def _not_found(app: web.Application) -> Handler:
         for resource in app.router.resources():
             allowed = {route.method for route in resource} - {"*"}
             if allowed and resource.canonical == request.path:
-                return json_response({"detail": "Method Not Allowed"}, 405)
+                refusal = json_response({"detail": "Method Not Allowed"}, 405)
+                refusal.headers["Allow"] = ", ".join(sorted(allowed))
+                return refusal
         return json_response({"detail": "Not Found"}, 404)
 
     return handle

@@ -84,7 +84,8 @@ class PrefillQueue:
         """Match the cached prefix (never the last token: it must be computed) and reserve pages for the rest."""
         cache, matched_tokens, node = self._pool.cache, 0, None
         if cache is not None:
-            node, matched_tokens = cache.match(job.prompt[: (job.prompt_tokens - 1) * 4], job.namespace)
+            reusable_tokens = job.prompt_tokens - 1 if job.reusable_tokens is None else job.reusable_tokens
+            node, matched_tokens = cache.match(job.prompt[: reusable_tokens * 4], job.namespace)
             cache.lock(node)
         pages = self._pool.pages_for(job.prompt_tokens - matched_tokens)
         if not self._pool.reserve(job.serial, job.room_label, pages):

@@ -87,7 +87,8 @@ class BootstrapServer:
             return web.json_response(self._topology)
         rank = self._ranks.get((dp, cp, tp, pp))
         if rank is None:
-            return web.Response(status=404, text="Bootstrap info not found.")
+            text = f"Bootstrap info not found for dp_rank={dp} cp_rank={cp} tp_rank={tp} pp_rank={pp}"
+            return web.Response(status=404, text=text)
         return web.json_response(rank)
 
     def _complete(self) -> bool:

@@ -15,6 +15,7 @@ class Options:
 
     role: Role
     port: int
+    dp_size: int = 1
     host: str = "127.0.0.1"
     bootstrap_port: int = 8998
     speed: float = 1.0
@@ -25,6 +26,7 @@ class Options:
     random_seed: int = 0
     context_length: int = 32_768
     chunked_prefill_size: int = 2048
+    max_running_requests: int = 256
     disable_radix_cache: bool = False
     enable_cache_report: bool = False
     kv_bytes_per_token: int = 16
@@ -55,8 +57,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-total-tokens", type=int, help="KV pool in tokens")
     add("--page-size", type=int)
     add("--random-seed", type=int)
+    add("--dp-size", type=int, help="DP ranks of a server, each with its own scheduler and KV pool")
     add("--context-length", type=int)
     add("--chunked-prefill-size", type=int, help="new tokens of one prefill forward")
+    add("--max-running-requests", type=int)
     add("--disable-radix-cache", action="store_true")
     add("--enable-cache-report", action="store_true", help="report cached tokens in usage")
     add("--kv-bytes-per-token", type=int, default=16, help="bytes really sent per token of KV, at least 4")
@@ -77,6 +81,7 @@ def options_from(args: argparse.Namespace, role: Role, port: int, random_seed: i
     options = Options(
         role=role,
         port=port,
+        dp_size=args.dp_size or 1,
         host=args.host,
         bootstrap_port=args.bootstrap_port,
         speed=args.speed,
@@ -87,6 +92,7 @@ def options_from(args: argparse.Namespace, role: Role, port: int, random_seed: i
         random_seed=random_seed if args.random_seed is None else args.random_seed,
         context_length=args.context_length or profile.context_tokens,
         chunked_prefill_size=args.chunked_prefill_size or profile.prefill.chunk_tokens,
+        max_running_requests=args.max_running_requests or profile.max_running_requests,
         disable_radix_cache=args.disable_radix_cache or role is Role.DECODE,
         enable_cache_report=args.enable_cache_report,
         kv_bytes_per_token=args.kv_bytes_per_token,
@@ -100,6 +106,7 @@ def options_from(args: argparse.Namespace, role: Role, port: int, random_seed: i
         raise ValueError("--speed must be positive")
     if options.kv_bytes_per_token < 4:
         raise ValueError("--kv-bytes-per-token must be at least 4: KV carries the token ids")
-    if min(options.page_size, options.chunked_prefill_size, options.context_length, options.max_total_tokens) < 1:
+    sizes = (options.page_size, options.chunked_prefill_size, options.context_length, options.max_total_tokens)
+    if min(*sizes, options.dp_size) < 1:
         raise ValueError("sizes must be positive")
     return options

@@ -7,7 +7,7 @@ shell (sockets) or the simulator to act on.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Protocol
@@ -54,6 +54,10 @@ class Job:
     source: TokenSource
     peer: str = ""
     namespace: CacheNamespace = SHARED
+    prefill_rank: int | None = None
+    """The DP rank of P that has the job's KV: as the request says; D works it out where it does not."""
+    reusable_tokens: int | None = None
+    """How much of the prompt may come from a cache; None: all but the last token."""
     serial: int = 0
     stage: JobStage = JobStage.WAITING
     arrived_s: float = 0.0
@@ -96,6 +100,7 @@ class End:
     kind: EndKind
     message: str = ""
     status: int | None = None
+    err_type: str | None = None
 
 
 FINISHED = End(EndKind.FINISHED)
@@ -157,6 +162,16 @@ class ForgetPeer:
 Event = Stepped | Ended | SendKv | AckAbort | PushAddresses | TellAbort | ForgetPeer
 
 
+_VARIABLES = {
+    "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "bootstrap_s",
+    "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "waiting_s",
+    "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT": "deferred_release_s",
+    "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "heartbeat_s",
+    "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "heartbeat_failures",
+}
+_LEAST_HEARTBEAT_S = 2.0
+
+
 @dataclass(frozen=True, slots=True)
 class Timeouts:
     """SGLang's own time limits (environment defaults of 0.5.23), in seconds."""
@@ -174,6 +189,13 @@ class Timeouts:
     health_s: float = 1.0
     drain_poll_s: float = 5.0
     register_s: float = 0.002
+
+    def set_by(self, environment: Mapping[str, str]) -> Timeouts:
+        """The limits that SGLang's own variables set; ValueError for one that is no number."""
+        given = {field: environment[name] for name, field in _VARIABLES.items() if name in environment}
+        values = {field: (int if field == "heartbeat_failures" else float)(value) for field, value in given.items()}
+        limits = replace(self, **values)  # type: ignore[arg-type]
+        return replace(limits, heartbeat_s=max(limits.heartbeat_s, _LEAST_HEARTBEAT_S))
 
     def faster(self, speed: float) -> Timeouts:
         """The same limits at `speed` times real time."""

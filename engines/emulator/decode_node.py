@@ -7,6 +7,8 @@ acknowledged the abort, or SGLang's deferred release.
 
 from __future__ import annotations
 
+import math
+
 from engines.emulator.batching import RunningBatch
 from engines.emulator.core import (
     ABORTED,
@@ -35,6 +37,10 @@ RESERVED_DECODE_TOKENS = 512
 """SGLang's `--num-reserved-decode-tokens`: what admission keeps free for each request's answer."""
 
 
+ROOM_MISMATCH = "Metadata corruption detected - bootstrap_room mismatch"
+"""What becomes of a negative room: the metadata row cannot hold it."""
+
+
 class DecodeNode(Node):
     """A decode server's scheduler. Duplicate live rooms: the first gets the KV, the others wait for their timeout."""
 
@@ -46,16 +52,21 @@ class DecodeNode(Node):
         self._waiting: dict[int, Job] = {}
         self._by_room: dict[int, Job] = {}
         self._deferred: dict[int, tuple[float, Job]] = {}
-        self._peers: set[str] = set()
+        self._peers: dict[str, int] = {}
+        """The DP size of every known prefill."""
 
     def submit(self, job: Job, now_s: float) -> None:
         """Take a request whose prefill's bootstrap server is `job.peer`."""
         self._enter(job, JobStage.PREALLOC, now_s)
         self._prealloc[job.serial] = job
+        if job.peer in self._peers:
+            self._find_rank(job)
 
-    def peer_known(self, peer: str) -> None:
+    def peer_known(self, peer: str, dp_size: int = 1) -> None:
         """The topology of the prefill at `peer` is known: its rooms can be reserved."""
-        self._peers.add(peer)
+        self._peers[peer] = dp_size
+        for job in [job for job in self._prealloc.values() if job.peer == peer]:
+            self._find_rank(job)
 
     def peer_unreachable(self, peer: str, now_s: float) -> None:
         """The handshake with `peer` was given up; so are the requests that waited for it."""
@@ -69,7 +80,7 @@ class DecodeNode(Node):
 
     def peer_lost(self, peer: str, now_s: float) -> None:
         """Heartbeats of `peer` failed: every unfinished room with it fails."""
-        self._peers.discard(peer)
+        self._peers.pop(peer, None)
         self.events.append(ForgetPeer(peer))
         reason = f"Lost connection with prefill instance (bootstrap_addr: {peer})"
         for job in [job for job in self.jobs.values() if job.peer == peer]:
@@ -87,7 +98,15 @@ class DecodeNode(Node):
         job = self._by_room.pop(room, None)
         if job is None:
             return None
+        if room == 0:
+            # The metadata row's room cell reads as not written yet, for ever.
+            job.deadline_s = math.inf
+            return None
         del self._transfer[job.serial]
+        if room < 0:
+            self.counters.transfer_failures += 1
+            self._leave(job, End(EndKind.FAILED, ROOM_MISMATCH, 500))
+            return None
         job.stage, job.cached_tokens = JobStage.WAITING, cached_tokens
         self._waiting[job.serial] = job
         job.held = self.hold(job, "handed_over", 0)
@@ -129,8 +148,8 @@ class DecodeNode(Node):
         due = []
         if self._batch.done_s is not None:
             due.append(self._batch.done_s)
-        if self._transfer:
-            due.append(next(iter(self._transfer.values())).deadline_s)
+        if (first := self._first_due()) is not None:
+            due.append(first.deadline_s)
         if self._deferred:
             due.append(next(iter(self._deferred.values()))[0])
         return min(due, default=None)
@@ -169,20 +188,21 @@ class DecodeNode(Node):
         )
 
     def _expire(self, now_s: float) -> None:
-        while self._transfer:
-            job = next(iter(self._transfer.values()))
-            if job.deadline_s > now_s:
-                break
+        while (job := self._first_due()) is not None and job.deadline_s <= now_s:
             reason = f"Request {job.room} timed out after {self.timeouts.waiting_s}s in KVPoll.WaitingForInput"
-            self.events.append(ForgetPeer(job.peer))
-            self._peers.discard(job.peer)
             self._fail_transfer(job, reason, now_s, tell=True)
+            self.events.append(ForgetPeer(job.peer))
+            self._peers.pop(job.peer, None)
         while self._deferred:
             serial, (due_s, _) = next(iter(self._deferred.items()))
             if due_s > now_s:
                 break
             del self._deferred[serial]
             self.pool.release(serial)
+
+    def _first_due(self) -> Job | None:
+        """The job whose time limit is next. Those behind another of their room have none: SGLang forgets them."""
+        return next((job for job in self._transfer.values() if job.deadline_s < math.inf), None)
 
     def _reserve(self, now_s: float) -> None:
         """Reserve pages for requests whose prefill is known, in order, while the keep reserve stays free."""
@@ -207,11 +227,20 @@ class DecodeNode(Node):
             if not job.held:
                 self._push(job, now_s)
 
+    def _find_rank(self, job: Job) -> None:
+        """The prefill's rank that a job's KV comes from: the one that the request names, else the room's."""
+        dp_size = self._peers[job.peer]
+        if job.prefill_rank is None:
+            job.prefill_rank = (job.room or 0) % dp_size
+        if not 0 <= job.prefill_rank < dp_size:
+            self._fail(job, "Decode handshake", _unknown_rank(job.prefill_rank))
+
     def _push(self, job: Job, now_s: float) -> None:
         assert job.room is not None
         job.stage, job.deadline_s = JobStage.TRANSFER, now_s + self.timeouts.waiting_s
         self._transfer[job.serial] = job
-        self._by_room.setdefault(job.room, job)
+        if self._by_room.setdefault(job.room, job) is not job:
+            job.deadline_s = math.inf
         self.events.append(PushAddresses(job))
 
     def _admit(self, now_s: float) -> None:
@@ -261,3 +290,10 @@ class DecodeNode(Node):
         if job.serial not in self._deferred:
             self.pool.release(job.serial)
         self._end(job, end)
+
+
+def _unknown_rank(rank: int) -> str:
+    return (
+        f"Could not fetch bootstrap info for: prefill_dp_rank: {rank} prefill_cp_rank: 0 target_tp_rank: 0"
+        " and target_pp_rank 0"
+    )

@@ -1,78 +1,51 @@
-"""The engine of one server: registered requests, the scheduler node, and the clock that drives it. A shell.
+"""The engine of one server: registered requests, and the DP ranks that run them. A shell.
 
-It owns the loop timer: inputs poke it, it lets the node advance, and hands the node's events to replies and peers.
-What only a prefill or a decode does lies in `pd_prefill` and `pd_decode`.
+Holds, faults and the registry of rids belong to the whole server; scheduler, KV and radix cache to each rank.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 from collections import deque
-from collections.abc import Callable
-from dataclasses import replace
 from datetime import UTC, datetime
 
 from engines.emulator.config import Options
-from engines.emulator.core import ABORTED, End, Ended, EndKind, Event, Job, Stepped, Timeouts, faster_profile
-from engines.emulator.decode_node import DecodeNode
+from engines.emulator.core import Timeouts
 from engines.emulator.faults import Faults, Hold, Holds
-from engines.emulator.kv_event_log import KvEventLog
-from engines.emulator.kv_pool import KvPool
-from engines.emulator.kv_publisher import KvPublisher, parse_config
 from engines.emulator.live import Finished, Live, finished
-from engines.emulator.plain_node import PlainNode
-from engines.emulator.prefill_node import PrefillNode
-from engines.emulator.radix import RadixCache
-from engines.token_rule import sampling_key
-from engines.types import EngineProfile, Role
+from engines.emulator.rank import Rank, Shared
+from engines.types import Role
 
 _REMEMBERED_REQUESTS = 1000
-_RATE_WINDOW_S = 1.0
-_TICK_S = 0.001
-"""The loop's timers are no finer; shorter waits would spin."""
+_ATTENTION_RANK = 0
+"""What every rank takes for its own number when it compares it with a room's.
+
+SGLang 0.5.23 looks at the rank of DP attention, which is 0 on all of them where only `--dp-size` is set: rooms of other
+ranks fail unless the prefill's body names `disagg_prefill_dp_rank`.
+"""
 
 
 class Engine:
-    """Runs requests on one node; everything happens in one event loop."""
+    """Registers requests and gives each to a rank; everything happens in one event loop."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
         self.loop = asyncio.get_running_loop()
         self.wall_offset_s = datetime.now(UTC).timestamp() - self.loop.time()
-        self.timeouts = Timeouts().faster(options.speed)
+        self.timeouts = Timeouts().set_by(os.environ).faster(options.speed)
         self.holds = Holds()
         self.faults = Faults()
         self.live: dict[str, Live] = {}
         self.recent: deque[Finished] = deque(maxlen=_REMEMBERED_REQUESTS)
         self.requests_total = 0
+        self.prompt_tokens_total = 0
         self.aborted_total = 0
-        self.on_event: Callable[[Event], None] | None = None
-        self.kv_publisher: KvPublisher | None = None
-        """Set while KV events are published; batches go out after each step of the scheduler."""
-        self._kv_log: KvEventLog | None = None
-        self.node = self._build_node()
-        self._by_job: dict[int, Live] = {}
-        self._secret = secrets.token_bytes(32)
-        self._timer: asyncio.TimerHandle | None = None
-        self._poked = False
-        self._stalls = 0
-        self._rate = (self.loop.time(), 0, 0.0)
-
-    def _build_node(self) -> PrefillNode | DecodeNode | PlainNode:
-        options = self.options
-        profile = faster_profile(options.profile, options.speed)
-        profile = _resized(profile, options)
-        config = parse_config(options.kv_events_config)
-        if config.on and not options.disable_radix_cache:
-            self._kv_log, self.kv_publisher = KvEventLog(options.page_size), KvPublisher(config)
-        cache = None if options.disable_radix_cache else RadixCache(options.page_size, self._kv_log)
-        pool = KvPool(options.max_total_tokens, options.page_size, cache)
-        if options.role is Role.PREFILL:
-            return PrefillNode(profile, pool, self.timeouts, self.holds.check)
-        if options.role is Role.DECODE:
-            return DecodeNode(profile, pool, self.timeouts, self.holds.check)
-        return PlainNode(profile, pool, self.timeouts, self.holds.check)
+        secret = secrets.token_bytes(32)
+        shared = Shared(options, self.timeouts, secret, self.holds, self.faults, self._ended)
+        self.ranks = [Rank(number, shared) for number in range(options.dp_size)]
+        self._turn = 0
 
     @property
     def now_s(self) -> float:
@@ -82,115 +55,52 @@ class Engine:
         """The Unix time of a moment of the loop's clock."""
         return loop_s + self.wall_offset_s
 
-    def sampling_of(self, live: Live) -> bytes:
-        """The extra hash key of a sampled request; empty for a greedy one."""
-        return b"" if live.item.sampling.greedy else sampling_key(self._secret, live.rid)
-
     def submit(self, live: Live) -> None:
-        """Register `live` and give it to the scheduler."""
+        """Register `live` and give it to its rank."""
         self.live[live.rid] = live
         self.requests_total += 1
-        live.dispatched_s = self.now_s
-        if self.options.role is not Role.DECODE:
-            live.output.start(live.item.prompt, self.sampling_of(live))
-        self.node.submit(live.job, self.now_s)
-        self._by_job[live.job.serial] = live
-        self.poke()
+        self.prompt_tokens_total += live.job.prompt_tokens
+        rank = self._rank_for(live)
+        live.dp_rank = rank.number if self.options.dp_size > 1 else None
+        rank.submit(live)
+
+    def _rank_for(self, live: Live) -> Rank:
+        """By SGLang's balance method `auto`: the rank asked for, else a prefill follows the room, others take turns."""
+        size, item, job = self.options.dp_size, live.item, live.job
+        if size == 1:
+            return self.ranks[0]
+        if self.options.role is not Role.PREFILL:
+            if item.routed_dp_rank is not None:
+                return self.ranks[item.routed_dp_rank]
+            self._turn += 1
+            return self.ranks[(self._turn - 1) % size]
+        room_rank = (job.room or 0) % size
+        if job.prefill_rank is None and room_rank != _ATTENTION_RANK:
+            job.failure = _room_conflict(job.room or 0, size)
+        return self.ranks[room_rank if item.routed_dp_rank is None else item.routed_dp_rank]
 
     def abort(self, rid: str, everything: bool = False) -> None:
-        """SGLang's abort: lost unless `rid` is registered, then it hits every rid that starts with it."""
+        """SGLang's abort: lost unless `rid` is registered, then it hits every rid that starts with it, on any rank."""
         if everything or (rid and rid in self.live):
-            self.node.abort("" if everything else rid, self.now_s)
-            self.poke()
-
-    def live_of(self, job: Job) -> Live | None:
-        return self._by_job.get(job.serial)
+            for rank in self.ranks:
+                rank.abort("" if everything else rid)
 
     def release(self, hold: Hold) -> None:
         """Release a hold, and let what it held go on."""
         job = self.holds.release(hold)
         if job is not None:
-            self.node.release_hold(job, self.now_s)
-            self.poke()
+            self.ranks[self.live[job.rid].dp_rank or 0].release_hold(job)
 
-    def stall(self, stalled: bool) -> None:
-        """Stop the scheduler while a decode's synchronous bootstrap look-up runs, as SGLang's does."""
-        self._stalls += 1 if stalled else -1
-        self.poke()
-
-    def poke(self) -> None:
-        """Something changed: let the node advance in this turn of the loop."""
-        if not self._poked:
-            self._poked = True
-            self.loop.call_soon(self._pump)
-
-    def tokens_per_s(self) -> float:
-        """Generated tokens a second over the last window."""
-        start_s, tokens, rate = self._rate
-        elapsed_s = self.now_s - start_s
-        if elapsed_s >= _RATE_WINDOW_S:
-            generated = self.node.counters.generated_tokens
-            rate = (generated - tokens) / elapsed_s
-            self._rate = (self.now_s, generated, rate)
-        return rate
-
-    def _pump(self) -> None:
-        self._poked = False
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if self._stalls:
-            return
-        self.node.advance(self.now_s)
-        for event in self.node.take_events():
-            self._dispatch(event)
-        self._publish_kv_events()
-        due_s = self.node.next_s()
-        if due_s is not None and not self._poked:
-            now_s = self.now_s
-            self._timer = self.loop.call_at(due_s if due_s <= now_s else max(due_s, now_s + _TICK_S), self._pump)
-
-    def _publish_kv_events(self) -> None:
-        if self._kv_log is not None and self.kv_publisher is not None:
-            payload = self._kv_log.take(self.wall_s(self.now_s))
-            if payload is not None:
-                self.kv_publisher.publish(payload)
-
-    def _dispatch(self, event: Event) -> None:
-        if isinstance(event, Stepped):
-            by_job = self._by_job
-            for job in event.jobs:
-                live = by_job[job.serial]
-                if live.first_token_s == 0.0:
-                    live.first_token_s = self.now_s
-                if live.sink.streaming:
-                    live.sink.stepped(live)
-        elif isinstance(event, Ended):
-            self._ended(event)
-        elif self.on_event is not None:
-            self.on_event(event)
-
-    def _ended(self, event: Ended) -> None:
-        live = self._by_job.pop(event.job.serial, None)
-        if live is None:
-            return
+    def _ended(self, live: Live) -> None:
         del self.live[live.rid]
-        end = End(EndKind.ABORTED, ABORTED) if live.fault == "abort_in_200" else event.end
-        live.finished_s, live.end = self.now_s, end
-        self.holds.forget(event.job)
-        if end.message:
+        self.holds.forget(live.job)
+        if live.end is not None and live.end.message:
             self.aborted_total += 1
         self.recent.append(finished(live))
-        if self.on_event is not None:
-            self.on_event(event)
-        live.sink.ended(live, end)
 
 
-def _resized(profile: EngineProfile, options: Options) -> EngineProfile:
-    return replace(
-        profile,
-        prefill=replace(profile.prefill, chunk_tokens=options.chunked_prefill_size),
-        max_total_tokens=options.max_total_tokens,
-        context_tokens=options.context_length,
-        page_size_tokens=options.page_size,
+def _room_conflict(room: int, dp_size: int) -> str:
+    return (
+        f"follow_bootstrap_room conflict: dispatched to dp_rank {_ATTENTION_RANK} but bootstrap_room {room} implies"
+        f" dp_rank {room % dp_size}. Set SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK=1 to allow mixed routing."
     )

@@ -24,9 +24,11 @@ _VALUE_FLAGS = (
     "random_seed",
     "context_length",
     "chunked_prefill_size",
+    "max_running_requests",
     "kv_bytes_per_token",
     "api_key",
     "transfer_backend",
+    "dp_size",
 )
 
 
@@ -61,7 +63,7 @@ def _kv_events(args: argparse.Namespace, role: Role, publishers: Iterator[int]) 
     """A decode has no radix cache, hence no events; each of the others needs ports of its own."""
     if not args.kv_events_config or role is Role.DECODE:
         return []
-    return ["--kv-events-config", with_port_offset(args.kv_events_config, next(publishers))]
+    return ["--kv-events-config", with_port_offset(args.kv_events_config, next(publishers) * (args.dp_size or 1))]
 
 
 def run(args: argparse.Namespace) -> int:

@@ -16,11 +16,14 @@ from engines.emulator.wire_logprobs import generate_logprobs
 from engines.token_rule import unpack
 from engines.types import Role
 
+_TOKENS_UNSEEN = 50
+"""SGLang's tokenizer hears of an answer that is not streamed every so many tokens; a shorter one has no pace."""
+
 
 def finish_object(live: Live, end: End, role: Role) -> dict[str, Any]:
     """`meta_info.finish_reason` of an ended request."""
     if end.kind is not EndKind.FINISHED:
-        return {"type": "abort", "message": end.message, "status_code": end.status, "err_type": None}
+        return {"type": "abort", "message": end.message, "status_code": end.status, "err_type": end.err_type}
     if role is Role.PREFILL:
         return {"type": "length", "length": 0}
     finish = live.output.finish
@@ -63,7 +66,7 @@ def _meta(answering: Answering, live: Live, end: End | None) -> dict[str, Any]:
     if end:
         meta["weight_versions"] = weight_versions(live)
     meta["cached_tokens_details"] = {"device": job.cached_tokens, "host": 0} if job.cached_tokens else None
-    meta["dp_rank"] = None
+    meta["dp_rank"] = live.dp_rank
     if end:
         meta |= _times(live, answering)
     return meta
@@ -81,7 +84,8 @@ def _times(live: Live, answering: Answering) -> dict[str, float]:
         "response_sent_to_client_ts": live.finished_s + offset_s,
     }
     decoding_s = live.finished_s - live.first_token_s
-    if len(live.output.ids) > 1 and decoding_s > 0 and (answering.role is Role.PLAIN or answering.request.stream):
+    tokens, seen_early = len(live.output.ids), answering.role is Role.PLAIN or answering.request.stream
+    if tokens > 1 and decoding_s > 0 and (seen_early or tokens > _TOKENS_UNSEEN):
         times["decode_throughput"] = (len(live.output.ids) - 1) / decoding_s
     return times
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from engines.emulator.core import End, EndKind
 from engines.emulator.live import Live
 from engines.emulator.parse import Request
+from engines.emulator.tokens import decode
 from engines.emulator.wire import DONE, sse, stream_error
 from engines.emulator.wire_logprobs import chat_logprobs, completion_logprobs
 from engines.token_rule import unpack
@@ -69,7 +70,7 @@ def usage(answering: Answering, lives: list[Live]) -> dict[str, Any]:
         "prompt_tokens": prompt_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "completion_tokens": completion_tokens,
-        "prompt_tokens_details": cached if answering.cache_report and cached["cached_tokens"] else None,
+        "prompt_tokens_details": cached if answering.cache_report else None,
         "reasoning_tokens": 0,
         "completion_tokens_details": None,
     }
@@ -127,8 +128,8 @@ def completion_body(answering: Answering, lives: list[Live]) -> dict[str, Any]:
         end = live.end or End(EndKind.FINISHED)
         choice: dict[str, Any] = {
             "index": live.index,
-            "text": (live.item.text if answering.request.echo else "") + live.output.text,
-            "logprobs": completion_logprobs(live, 0) if live.item.sampling.logprobs else None,
+            "text": _echo(answering, live) + live.output.text,
+            "logprobs": completion_logprobs(live, 0, _knows_prompt(answering)) if live.item.sampling.logprobs else None,
             "finish_reason": _finish_word(answering, live, end),
             "matched_stop": matched_stop(live, end, answering.role),
         }
@@ -138,6 +139,17 @@ def completion_body(answering: Answering, lives: list[Live]) -> dict[str, Any]:
         choices.append(choice)
     body = _envelope(answering, lives[0].rid, "text_completion")
     return {**body, "choices": choices, "usage": usage(answering, lives), "metadata": _metadata(lives)}
+
+
+def _echo(answering: Answering, live: Live) -> str:
+    if not answering.request.echo:
+        return ""
+    return live.item.text or decode(unpack(live.item.prompt))
+
+
+def _knows_prompt(answering: Answering) -> bool:
+    """A decode has not computed the prompt, and knows no logprobs of it."""
+    return answering.role is not Role.DECODE
 
 
 _AFTER_CHAT_TEXT = b'},"logprobs":null,"finish_reason":null,"matched_stop":null}]}\n\n'
@@ -221,15 +233,14 @@ class CompletionStream:
         body = sse(_envelope(self.answering, self.rid, "text_completion"))[:-3]
         prefix = body + b',"choices":[{"index":%d,"text":' % live.index
         self._cursors[live.index] = _Cursor(prefix=prefix)
-        if self.answering.request.echo and live.item.text:
-            return self._chunk(live, live.item.text, None)
         return b""
 
     def delta(self, live: Live) -> bytes:
         if live.output.finish is not None:
             return b""
         cursor = self._cursors[live.index]
-        if live.item.sampling.logprobs or self.answering.request.return_token_ids:
+        request = self.answering.request
+        if live.item.sampling.logprobs or request.return_token_ids or (request.echo and not cursor.tokens):
             return self._chunk(live, live.output.take_delta(), None)
         text = encode_basestring_ascii(live.output.take_delta()).encode()
         cursor.tokens = len(live.output.ids)
@@ -247,15 +258,17 @@ class CompletionStream:
         if not self.answering.request.include_usage:
             return DONE
         body = _envelope(self.answering, self.rid, "text_completion")
-        return sse({**body, "choices": [], "usage": usage(self.answering, lives)}) + DONE
+        told = {name: value for name, value in usage(self.answering, lives).items() if value is not None}
+        return sse({**body, "choices": [], "usage": told}) + DONE
 
     def _chunk(self, live: Live, text: str, end: End | None) -> bytes:
         cursor = self._cursors.setdefault(live.index, _Cursor())
         start, cursor.tokens = cursor.tokens, len(live.output.ids)
+        with_prompt = start == 0 and _knows_prompt(self.answering)
         choice: dict[str, Any] = {
             "index": live.index,
-            "text": text,
-            "logprobs": completion_logprobs(live, start) if live.item.sampling.logprobs else None,
+            "text": (_echo(self.answering, live) if start == 0 else "") + text,
+            "logprobs": completion_logprobs(live, start, with_prompt) if live.item.sampling.logprobs else None,
             "finish_reason": _finish_word(self.answering, live, end) if end else None,
             "matched_stop": matched_stop(live, end, self.answering.role) if end else None,
         }

@@ -1,4 +1,4 @@
-"""The KV events of one emulated server: what its radix cache did, in SGLang's words, until a batch is taken. Pure."""
+"""The KV events of one rank of a server: what its radix cache did, in SGLang's words, until a batch is taken. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from engines.kv_events import page_digests, page_hash
 from engines.token_rule import unpack
 
 _MEDIUM = "GPU"
-_DP_RANK = 0
 
 
 class BlockStored(msgspec.Struct, tag_field="type", tag=True, omit_defaults=True):
@@ -37,8 +36,9 @@ class AllBlocksCleared(msgspec.Struct, tag_field="type", tag=True):
 class KvEventLog:
     """Collects events; a `PageLog` of the radix cache."""
 
-    def __init__(self, page_size_tokens: int) -> None:
+    def __init__(self, page_size_tokens: int, dp_rank: int = 0) -> None:
         self._page_size_tokens = page_size_tokens
+        self._dp_rank = dp_rank
         self._events: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
 
     def stored(self, parent: bytes | None, packed: bytes, cache_salt: str) -> list[bytes]:
@@ -70,4 +70,4 @@ class KvEventLog:
         if not self._events:
             return None
         events, self._events = self._events, []
-        return msgspec.msgpack.encode([wall_s, events, _DP_RANK])
+        return msgspec.msgpack.encode([wall_s, events, self._dp_rank])

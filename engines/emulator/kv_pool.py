@@ -6,6 +6,7 @@ leak is a number. Pages are counted, not numbered: which ones they are changes n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engines.emulator.radix import SHARED, CacheNamespace, RadixCache
@@ -21,6 +22,22 @@ class Ledger:
     cache_tokens: int
     locked_cache_tokens: int
     by_room: dict[str, int]
+
+
+def total_ledger(ledgers: Sequence[Ledger]) -> Ledger:
+    """The sums over several pools."""
+    by_room: dict[str, int] = {}
+    for ledger in ledgers:
+        for room, tokens in ledger.by_room.items():
+            by_room[room] = by_room.get(room, 0) + tokens
+    return Ledger(
+        total_tokens=sum(each.total_tokens for each in ledgers),
+        free_tokens=sum(each.free_tokens for each in ledgers),
+        used_tokens=sum(each.used_tokens for each in ledgers),
+        cache_tokens=sum(each.cache_tokens for each in ledgers),
+        locked_cache_tokens=sum(each.locked_cache_tokens for each in ledgers),
+        by_room=by_room,
+    )
 
 
 class KvPool:

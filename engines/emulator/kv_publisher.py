@@ -54,6 +54,18 @@ def parse_config(text: str) -> KvEventsConfig:
     return config
 
 
+def config_of_rank(config: KvEventsConfig, rank: int) -> KvEventsConfig:
+    """The same for DP rank `rank`, whose ports are that much higher, as SGLang counts them."""
+    if rank == 0:
+        return config
+    endpoints = [
+        _offset(each, rank) if each.startswith("tcp://") else f"{each}_dp{rank}"
+        for each in (config.endpoint, config.replay_endpoint or "tcp://*:0")
+    ]
+    replay = endpoints[1] if config.replay_endpoint else None
+    return msgspec.structs.replace(config, endpoint=endpoints[0], replay_endpoint=replay)
+
+
 def with_port_offset(text: str, offset: int) -> str:
     """The JSON configuration of server number `offset` of a fleet: TCP ports are that much higher."""
     config = parse_config(text)
@@ -111,7 +123,7 @@ class KvPublisher:
         self._kept.append((self._next, payload))
         self._next += 1
 
-    def about(self, page_size_tokens: int) -> dict[str, object]:
+    def about(self, page_size_tokens: int, dp_size: int = 1) -> dict[str, object]:
         """What `/server_info` says of it; hosts and ports are empty where an endpoint has none."""
         host, port = _host_port(self._config.endpoint)
         told: dict[str, object] = {
@@ -120,7 +132,7 @@ class KvPublisher:
             "endpoint_port_base": port,
             "topic": self._config.topic,
             "block_size": page_size_tokens,
-            "dp_size": 1,
+            "dp_size": dp_size,
         }
         if self._config.replay_endpoint:
             told["replay_endpoint_port_base"] = _host_port(self._config.replay_endpoint)[1]

@@ -38,6 +38,8 @@ class Live:
     first_token_s: float = 0.0
     finished_s: float = 0.0
     fault: str = ""
+    dp_rank: int | None = None
+    """The rank that runs it, on a server that has several."""
     end: End | None = None
 
 
@@ -53,6 +55,7 @@ class Finished:
     output_tokens: int
     end: str
     message: str = ""
+    dp_rank: int | None = None
 
 
 def finished(live: Live) -> Finished:
@@ -71,4 +74,5 @@ def finished(live: Live) -> Finished:
         len(live.output.ids),
         kind,
         end.message if end else "",
+        live.dp_rank,
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from engines.emulator import wire
+from engines.emulator import contract, wire
 from engines.emulator.output import StopRule
 from engines.emulator.radix import SHARED, CacheNamespace
 from engines.emulator.tokens import chat_text, encode
@@ -19,15 +19,6 @@ from engines.token_rule import TOKEN_BYTES, pack
 MAX_ROOM = 2**63 - 1
 _DEFAULT_GENERATE_TOKENS = 128
 _DEFAULT_COMPLETION_TOKENS = 16
-SAMPLING_KEYS = frozenset(
-    {
-        *("max_new_tokens", "min_new_tokens", "stop", "stop_token_ids", "stop_regex", "ignore_eos", "no_stop_trim"),
-        *("temperature", "top_p", "top_k", "min_p", "sampling_seed", "n", "beam_width", "choice", "logit_bias"),
-        *("frequency_penalty", "presence_penalty", "repetition_penalty", "custom_params", "watermark"),
-        *("json_schema", "regex", "ebnf", "structural_tag", "stream_interval"),
-        *("skip_special_tokens", "spaces_between_special_tokens"),
-    }
-)
 
 
 class Api(StrEnum):
@@ -65,6 +56,8 @@ class Sampling:
     logprobs: bool = False
     top_logprobs: int = 0
     prompt_logprobs_from: int = -1
+    token_ids_logprob: tuple[int, ...] = ()
+    logprob_texts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +71,18 @@ class Item:
     bootstrap_host: str | None = None
     bootstrap_port: int | None = None
     namespace: CacheNamespace = SHARED
+    routed_dp_rank: int | None = None
+    disagg_prefill_dp_rank: int | None = None
 
     @property
     def prompt_tokens(self) -> int:
         return len(self.prompt) // TOKEN_BYTES
+
+    @property
+    def reusable_tokens(self) -> int:
+        """How much of the prompt may come from a cache: the last token, and those with logprobs, must be computed."""
+        start = self.sampling.prompt_logprobs_from if self.sampling.logprobs else -1
+        return max(0, min(self.prompt_tokens - 1, start if start >= 0 else self.prompt_tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +104,19 @@ class Request:
 
 def parse_request(api: Api, body: Mapping[str, Any], limits: Limits) -> Request:
     """Check `body` and build the request; BadRequest where SGLang refuses it."""
+    if api is Api.GENERATE:
+        _check_contract(body)
     prompts, batch = _prompts(api, body)
     sampling_of = _generate_sampling if api is Api.GENERATE else _openai_sampling
+    routed = _dp_rank(api, body, "routed_dp_rank")
+    routed = _dp_rank(api, body, "data_parallel_rank") if routed is None else routed
+    prefill_rank = _dp_rank(api, body, "disagg_prefill_dp_rank")
     items = []
     for index, (packed, text) in enumerate(prompts):
         sampling = sampling_of(api, body, index, len(packed) // TOKEN_BYTES, limits)
         rooms = {name: _nth(api, body, name, index, kind) for name, kind in _ROOM_FIELDS}
         room, host, port = (rooms[name] for name in ("bootstrap_room", "bootstrap_host", "bootstrap_port"))
-        item = Item(packed, text, sampling, room, host, port, _namespace(api, body, index))
+        item = Item(packed, text, sampling, room, host, port, _namespace(api, body, index), routed, prefill_rank)
         items.extend([item] * sampling.samples)
     options = body.get("stream_options") or {}
     return Request(
@@ -141,9 +147,39 @@ def _nth(api: Api, body: Mapping[str, Any], name: str, index: int, kind: type[An
         scalar = value[index]
     if scalar is None:
         return None
-    if isinstance(scalar, bool) or not isinstance(scalar, kind):
-        raise BadRequest(wire.union_type_error(api.value, name, kind.__name__, value))
+    scalar = _converted(api, name, scalar, kind, value)
     return scalar if name != "bootstrap_room" else _room(api, scalar if isinstance(value, list) else scalar + index)
+
+
+def _converted(api: Api, name: str, scalar: Any, kind: type[Any], value: Any) -> Any:
+    """`scalar`, part of `value`, as FastAPI converts it: to whole numbers from text, floats and booleans."""
+    try:
+        whole = kind is int and isinstance(scalar, str | float) and int(scalar) == float(scalar)
+        if isinstance(scalar, kind) or (whole and abs(int(scalar)) < 2**63):
+            return kind(scalar)
+    except (ValueError, OverflowError):
+        pass
+    raise BadRequest(wire.union_type_error(api.value, name, kind.__name__, value))
+
+
+def _check_contract(body: Mapping[str, Any]) -> None:
+    for name, kind in _ROOM_FIELDS:
+        value = body.get(name)
+        for each in value if isinstance(value, list) else [value]:
+            if each is not None:
+                _converted(Api.GENERATE, name, each, kind, value)
+    violation = contract.violation(body)
+    if violation is not None:
+        raise BadRequest({"error": violation})
+
+
+def _dp_rank(api: Api, body: Mapping[str, Any], name: str) -> int | None:
+    value = body.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise BadRequest(wire.union_type_error(api.value, name, "int", value))
+    return value
 
 
 def _namespace(api: Api, body: Mapping[str, Any], index: int) -> CacheNamespace:
@@ -153,7 +189,7 @@ def _namespace(api: Api, body: Mapping[str, Any], index: int) -> CacheNamespace:
 
 
 def _room(api: Api, room: int) -> int:
-    if not -MAX_ROOM - 1 <= room <= MAX_ROOM:
+    if not -MAX_ROOM - 1 <= room < 2**64:
         raise BadRequest(wire.value_error(api.value, "bootstrap_room does not fit 64 bits"))
     return room
 
@@ -187,6 +223,8 @@ def _prompts(api: Api, body: Mapping[str, Any]) -> tuple[list[tuple[bytes, str]]
 def _prompt_list(api: Api, prompt: Any) -> tuple[list[tuple[bytes, str]], bool]:
     if isinstance(prompt, str):
         return [(encode(prompt), prompt)], False
+    if prompt == [] and api is Api.GENERATE:
+        raise BadRequest(wire.value_error(api.value, "input_ids cannot be empty."))
     if isinstance(prompt, list) and prompt:
         if isinstance(prompt[0], int):
             return [(_pack(api, prompt), "")], False
@@ -210,62 +248,72 @@ def _chat_prompt(body: Mapping[str, Any]) -> tuple[bytes, str]:
         raise BadRequest(wire.missing_error(Api.CHAT.value, "messages", {**body, "tool_choice": "none"}))
     if not isinstance(messages, list) or not all(isinstance(each, dict) and "role" in each for each in messages):
         raise BadRequest(wire.union_type_error(Api.CHAT.value, "messages", "list", messages))
+    for index, message in enumerate(messages):
+        if not isinstance(message["role"], str) or message["role"].lower() not in wire.ROLES:
+            raise BadRequest(wire.role_error(Api.CHAT.value, index, message["role"]))
+    if not messages:
+        raise BadRequest(wire.value_error(Api.CHAT.value, "Messages cannot be empty."))
     if body.get("input_ids") is not None:
         return _pack(Api.CHAT, body["input_ids"]), ""
     text = chat_text(body)
     return encode(text), text
 
 
-def _number(api: Api, value: Any, kind: str) -> Any:
-    """`value` as a number of SGLang's JSON contract (`i64` or `f64`)."""
-    wanted = int if kind == "i64" else (int, float)
-    if isinstance(value, bool) or not isinstance(value, wanted):
-        raise BadRequest({"error": wire.contract_error(value, kind)})
-    return value
-
-
 def _generate_sampling(api: Api, body: Mapping[str, Any], index: int, prompt_tokens: int, limits: Limits) -> Sampling:
     params = body.get("sampling_params") or {}
     if isinstance(params, list):
         params = params[index]
-    for name in params:
-        if name not in SAMPLING_KEYS:
-            raise BadRequest({"error": f"unknown field `{name}`"})
     wanted = params.get("max_new_tokens", _DEFAULT_GENERATE_TOKENS)
-    wanted = None if wanted is None else _number(api, wanted, "i64")
-    temperature = _number(api, params.get("temperature", 1.0), "f64")
+    answer_tokens = _answer_tokens(api, wanted, prompt_tokens, limits)
+    _check_ranges(api, params)
     rule = StopRule(
-        max_new_tokens=_answer_tokens(api, wanted, prompt_tokens, limits),
-        min_new_tokens=_number(api, params.get("min_new_tokens", 0), "i64"),
+        max_new_tokens=answer_tokens,
+        min_new_tokens=params.get("min_new_tokens") or 0,
         ignore_eos=bool(params.get("ignore_eos")),
         stop=_stops(params.get("stop")),
         stop_token_ids=frozenset(params.get("stop_token_ids") or ()),
         no_stop_trim=bool(params.get("no_stop_trim")),
     )
-    start = body.get("logprob_start_len", -1)
+    start = _of_prompt(body, "logprob_start_len", index)
+    asked = body.get("token_ids_logprob") or ()
     return Sampling(
         rule=rule,
-        greedy=temperature == 0 or params.get("top_k") == 1,
-        samples=_number(api, params.get("n", 1), "i64"),
-        logprobs=bool(body.get("return_logprob")),
-        top_logprobs=int(body.get("top_logprobs_num") or 0),
+        greedy=params.get("temperature") == 0 or params.get("top_k") == 1,
+        samples=params.get("n") or 1,
+        logprobs=bool(_of_prompt(body, "return_logprob", index)),
+        top_logprobs=int(_of_prompt(body, "top_logprobs_num", index) or 0),
         prompt_logprobs_from=-1 if start is None else int(start),
+        token_ids_logprob=tuple(asked[index] if asked and isinstance(asked[0], list) else asked),
+        logprob_texts=bool(body.get("return_text_in_logprobs")),
     )
+
+
+def _of_prompt(body: Mapping[str, Any], name: str, index: int) -> Any:
+    """The value of a logprob field for prompt `index` of a batch: a list's entry, or the one for all."""
+    value = body.get(name)
+    return value[index] if isinstance(value, list) else value
 
 
 def _openai_sampling(api: Api, body: Mapping[str, Any], index: int, prompt_tokens: int, limits: Limits) -> Sampling:
     wanted = body.get("max_tokens")
     if api is Api.CHAT and body.get("max_completion_tokens") is not None:
         wanted = body["max_completion_tokens"]
-    if wanted is None and api is Api.COMPLETIONS:
-        wanted = _DEFAULT_COMPLETION_TOKENS
-    for name, value, kinds in (("max_tokens", wanted, int), ("temperature", body.get("temperature"), (int, float))):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, kinds)):
-            raise BadRequest(wire.union_type_error(api.value, name, "int" if kinds is int else "float", value))
+    if api is Api.COMPLETIONS:
+        wanted = body.get("max_tokens", _DEFAULT_COMPLETION_TOKENS)
+        if wanted is None:
+            raise BadRequest(wire.number_error(api.value, "max_tokens", "int", None))
     temperature = body.get("temperature")
+    for name, value, kind in (("max_tokens", wanted, "int"), ("temperature", temperature, "float")):
+        kinds = int if kind == "int" else (int, float)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, kinds)):
+            raise BadRequest(wire.number_error(api.value, name, kind, value))
+    if api is Api.CHAT:
+        _check_chat(body, wanted, limits)
+    answer_tokens = _answer_tokens(api, wanted, prompt_tokens, limits)
+    _check_ranges(api, {**body, "min_new_tokens": body.get("min_tokens"), "max_new_tokens": wanted})
     logprobs = body.get("logprobs")
     rule = StopRule(
-        max_new_tokens=_answer_tokens(api, wanted, prompt_tokens, limits),
+        max_new_tokens=answer_tokens,
         min_new_tokens=int(body.get("min_tokens") or 0),
         ignore_eos=bool(body.get("ignore_eos")),
         stop=_stops(body.get("stop")),
@@ -278,7 +326,33 @@ def _openai_sampling(api: Api, body: Mapping[str, Any], index: int, prompt_token
         samples=int(body.get("n") or 1),
         logprobs=bool(logprobs) or (api is Api.COMPLETIONS and logprobs is not None),
         top_logprobs=int(body.get("top_logprobs") or 0) if api is Api.CHAT else int(logprobs or 0),
+        prompt_logprobs_from=0 if api is Api.COMPLETIONS and body.get("echo") and logprobs else -1,
     )
+
+
+def _check_ranges(api: Api, params: Mapping[str, Any]) -> None:
+    refused = contract.out_of_range(params)
+    if refused is not None:
+        raise BadRequest(wire.value_error(api.value, refused))
+
+
+def _check_chat(body: Mapping[str, Any], wanted: int | None, limits: Limits) -> None:
+    if wanted is not None and wanted > limits.context_tokens:
+        supported = f"This model supports at most {limits.context_tokens} completion tokens."
+        raise BadRequest(wire.value_error(Api.CHAT.value, f"max_completion_tokens is too large: {wanted}.{supported}"))
+    if not body.get("stream"):
+        return
+    for name, where in _NOT_STREAMED:
+        if body.get(name):
+            text = f"{name} is not supported with streaming{where}. Please set stream=false when using {name}=true."
+            raise BadRequest({**wire.value_error(Api.CHAT.value, text), "type": "BadRequest"})
+
+
+_NOT_STREAMED = (
+    ("return_prompt_token_ids", ""),
+    ("return_token_ids", " on /v1/chat/completions"),
+    ("return_meta_info", ""),
+)
 
 
 def _stops(stop: Any) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""A decode's connections: look-ups and heartbeats of prefills, addresses out, KV in. A shell around `DecodeNode`.
+"""The connections of a decode's rank: look-ups and heartbeats of prefills, addresses out, KV in. A shell.
 
 What a prefill's bootstrap server said is cached per address and goes stale when the prefill restarts, until missed
 heartbeats or a waiting timeout drop it: SGLang's own behaviour.
@@ -7,39 +7,35 @@ heartbeats or a waiting timeout drop it: SGLang's own behaviour.
 from __future__ import annotations
 
 import asyncio
-import logging
-import os
 from dataclasses import dataclass
+from typing import Any
 
 import aiohttp
 
 from engines.emulator.core import Ended, Event, ForgetPeer, Job, PushAddresses, TellAbort
 from engines.emulator.decode_node import DecodeNode
-from engines.emulator.engine import Engine
+from engines.emulator.rank import Rank, crash
 from engines.emulator.transfer import Dialer, Frame, Kind, Peer, kv_tokens
 from engines.tasks import spawn, stop
 from engines.token_rule import TOKEN_BYTES
 
-_log = logging.getLogger("pdgate.emulator")
-CRASH_STATUS = 131
-"""Exit status of a decode that a request killed; SGLang's children die by SIGQUIT."""
 _ANY_RANK = "prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
-_RANK_0 = "prefill_dp_rank=0&prefill_cp_rank=0&target_tp_rank=0&target_pp_rank=0"
+_RANK = "prefill_dp_rank={}&prefill_cp_rank=0&target_tp_rank=0&target_pp_rank=0"
 
 
 @dataclass(slots=True)
 class _Prefill:
-    """A prefill that this decode knows by its bootstrap address."""
+    """A prefill that this decode knows by its bootstrap address; one address for each of its DP ranks."""
 
-    rank_address: str
+    rank_addresses: list[str]
     missed_heartbeats: int = 0
 
 
 class DecodeLinks:
-    """Moves messages between a decode's scheduler and its prefills."""
+    """Moves messages between one scheduler of a decode and its prefills."""
 
-    def __init__(self, engine: Engine, node: DecodeNode) -> None:
-        self._engine = engine
+    def __init__(self, rank: Rank, node: DecodeNode) -> None:
+        self._rank = rank
         self._node = node
         self._dialer = Dialer(self._from_prefill, lambda _: None)
         self._prefills: dict[str, _Prefill] = {}
@@ -50,11 +46,12 @@ class DecodeLinks:
         self._server: asyncio.Server | None = None
         self._heartbeats: asyncio.Task[None] | None = None
         self._address = ""
-        engine.on_event = self.on_event
+        rank.on_event = self.on_event
+        rank.require = self.require
 
     async def start(self) -> None:
         """Open the rank port and begin heartbeats."""
-        host = self._engine.options.host
+        host = self._rank.options.host
         self._http = aiohttp.ClientSession()
         self._server = await asyncio.get_running_loop().create_server(lambda: Peer(self._kv), host, 0)
         self._address = f"{host}:{self._server.sockets[0].getsockname()[1]}"
@@ -81,53 +78,53 @@ class DecodeLinks:
 
     def _tell(self, job: Job, frame: Frame) -> None:
         prefill = self._prefills.get(job.peer)
-        if prefill is not None:
-            self._dialer.send(prefill.rank_address, frame)
+        if prefill is not None and job.prefill_rank is not None:
+            self._dialer.send(prefill.rank_addresses[job.prefill_rank], frame)
 
     async def _look_up(self, peer: str) -> None:
         """Ask once a second until the prefill answers or the attempts are used up; the scheduler waits meanwhile."""
-        engine, timeouts = self._engine, self._engine.timeouts
+        timeouts = self._rank.timeouts
         try:
             for attempt in range(timeouts.lookup_attempts):
                 if attempt:
                     await asyncio.sleep(timeouts.lookup_interval_s)
-                engine.stall(True)
+                self._rank.stall(True)
                 try:
                     topology = await self._get(peer, _ANY_RANK)
-                    rank = await self._get(peer, _RANK_0)
+                    ranks = [await self._get(peer, _RANK.format(rank)) for rank in range(int(topology["dp_size"]))]
                 except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
                     continue
                 finally:
-                    engine.stall(False)
-                self._found(peer, topology, rank)
+                    self._rank.stall(False)
+                self._found(peer, topology, ranks)
                 return
-            self._node.peer_unreachable(peer, engine.now_s)
+            self._node.peer_unreachable(peer, self._rank.now_s)
         finally:
             self._looking.discard(peer)
-            engine.poke()
+            self._rank.poke()
 
-    async def _get(self, peer: str, query: str) -> dict[str, object]:
+    async def _get(self, peer: str, query: str) -> dict[str, Any]:
         assert self._http is not None
-        timeout = aiohttp.ClientTimeout(total=self._engine.timeouts.lookup_timeout_s)
+        timeout = aiohttp.ClientTimeout(total=self._rank.timeouts.lookup_timeout_s)
         async with self._http.get(f"http://{peer}/route?{query}", timeout=timeout) as reply:
             if reply.status != 200:
                 raise ValueError(f"bootstrap server answered {reply.status}")
-            answer: dict[str, object] = await reply.json()
+            answer: dict[str, Any] = await reply.json()
             return answer
 
-    def _found(self, peer: str, topology: dict[str, object], rank: dict[str, object]) -> None:
-        options = self._engine.options
+    def _found(self, peer: str, topology: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+        options = self._rank.options
         if topology["page_size"] != options.page_size or topology["kv_cache_dtype"] != "auto":
             crash(f"page size mismatch: prefill {topology['page_size']}, decode {options.page_size}")
         if topology["decode_allocation_policy"] != "early":
-            self._node.peer_incompatible(peer, "decode_allocation_policy mismatch", self._engine.now_s)
+            self._node.peer_incompatible(peer, "decode_allocation_policy mismatch", self._rank.now_s)
             return
-        self._prefills[peer] = _Prefill(f"{rank['rank_ip']}:{rank['rank_port']}")
-        self._node.peer_known(peer)
+        self._prefills[peer] = _Prefill([f"{rank['rank_ip']}:{rank['rank_port']}" for rank in ranks])
+        self._node.peer_known(peer, len(ranks))
 
     async def _heartbeat(self) -> None:
         """Ask every known prefill's bootstrap server; after too many misses in a row its rooms fail."""
-        timeouts = self._engine.timeouts
+        timeouts = self._rank.timeouts
         while True:
             await asyncio.sleep(timeouts.heartbeat_s)
             for peer, prefill in list(self._prefills.items()):
@@ -136,12 +133,12 @@ class DecodeLinks:
                     continue
                 prefill.missed_heartbeats += 1
                 if prefill.missed_heartbeats >= timeouts.heartbeat_failures:
-                    self._node.peer_lost(peer, self._engine.now_s)
-                    self._engine.poke()
+                    self._node.peer_lost(peer, self._rank.now_s)
+                    self._rank.poke()
 
     async def _alive(self, peer: str) -> bool:
         assert self._http is not None
-        timeout = aiohttp.ClientTimeout(total=self._engine.timeouts.lookup_timeout_s)
+        timeout = aiohttp.ClientTimeout(total=self._rank.timeouts.lookup_timeout_s)
         try:
             async with self._http.get(f"http://{peer}/health", timeout=timeout) as reply:
                 return reply.status == 200
@@ -151,7 +148,7 @@ class DecodeLinks:
     def _from_prefill(self, peer: Peer, frame: Frame) -> None:
         if frame.kind is Kind.ABORT_ACK:
             self._node.abort_acked(frame.room)
-            self._engine.poke()
+            self._rank.poke()
 
     def _kv(self, peer: Peer, frame: Frame) -> None:
         """A prefill writes KV; the last frame hands the request over with the context that really came."""
@@ -172,11 +169,11 @@ class DecodeLinks:
 
     def _hand_over(self, job: Job, frame: Frame) -> None:
         packed = self._arriving.pop(job.serial)
-        live = self._engine.live_of(job)
+        live = self._rank.live_of(job)
         if live is not None:
-            live.output.start(packed, self._engine.sampling_of(live), frame.first_token)
-        self._node.kv_arrived(frame.room, frame.cached_tokens, self._engine.now_s)
-        self._engine.poke()
+            live.output.start(packed, self._rank.sampling_of(live), frame.first_token)
+        self._node.kv_arrived(frame.room, frame.cached_tokens, self._rank.now_s)
+        self._rank.poke()
 
     async def close(self) -> None:
         await stop(self._heartbeats)
@@ -190,9 +187,3 @@ class DecodeLinks:
 def _room(job: Job) -> int:
     assert job.room is not None
     return job.room
-
-
-def crash(reason: str) -> None:
-    """End this process at once, as an exception in SGLang's scheduler does."""
-    _log.critical("decode scheduler died: %s", reason)
-    os._exit(CRASH_STATUS)

@@ -45,6 +45,7 @@ class PrefillNode(Node):
         self._bootstrap: dict[int, Job] = {}
         self._destinations: dict[int, str] = {}
         self._aborted_rooms: dict[int, None] = {}
+        self._acked: list[Job] = []
         self._link: list[tuple[float, int, SendKv]] = []
         self._link_free_s = 0.0
         self._sends = 0
@@ -57,6 +58,9 @@ class PrefillNode(Node):
         if job.room in self._aborted_rooms:
             del self._aborted_rooms[job.room]
             self._fail(job, LOST_PEER_ROOM)
+            return
+        if job.failure:
+            self._fail(job, job.failure)
             return
         self._bootstrap[job.serial] = job
         job.deadline_s = now_s + self.timeouts.bootstrap_s
@@ -95,10 +99,10 @@ class PrefillNode(Node):
                 self._leave(job, End(EndKind.ABORTED, ABORTED))
 
     def transfer_acked(self, job: Job, now_s: float) -> None:
-        """The decode has all of the job's KV: the request is done and its prompt is cached."""
-        if job.stage is JobStage.INFLIGHT:
-            self._cache(job)
-            self._leave(job, FINISHED)
+        """The decode has all of the job's KV. As SGLang does, the scheduler notices between two forwards only."""
+        self._acked.append(job)
+        if self._queue.done_s is None:
+            self._notice_acked()
 
     def transfer_failed(self, job: Job, reason: str, now_s: float) -> None:
         """A chunk of the job could not be sent."""
@@ -135,6 +139,7 @@ class PrefillNode(Node):
             ended_s = self._queue.done_s
             for work in self._queue.finish():
                 self._computed(work, ended_s)
+            self._notice_acked()
         while self._link and self._link[0][0] <= now_s:
             self._sent(heapq.heappop(self._link)[2])
         if self._queue.done_s is None and self._queue.waiting:
@@ -156,6 +161,14 @@ class PrefillNode(Node):
             inflight=inflight,
             queue=len(queued) - len(self._bootstrap),
         )
+
+    def _notice_acked(self) -> None:
+        """Requests whose transfer has ended are done, and their prompts are cached."""
+        acked, self._acked = self._acked, []
+        for job in acked:
+            if job.stage is JobStage.INFLIGHT:
+                self._cache(job)
+                self._leave(job, FINISHED)
 
     def _match_rooms(self, now_s: float) -> None:
         for job in list(self._bootstrap.values()):

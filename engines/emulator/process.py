@@ -13,7 +13,10 @@ from engines.types import Role
 
 
 class EmulatedServer(ServerProcess):
-    """One emulated server in a child process. Ports default to free ones; `arguments`: more flags of `pdgate emulate`."""
+    """One emulated server in a child process. Ports default to free ones.
+
+    `arguments`: more flags of `pdgate emulate`.
+    """
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ import orjson
 from aiohttp import web
 
 from engines.emulator import wire
-from engines.emulator.core import Job
+from engines.emulator.core import End, EndKind, Job
 from engines.emulator.engine import Engine
 from engines.emulator.faults import Fault
 from engines.emulator.format_generate import GenerateStream, generate_object
@@ -23,7 +23,7 @@ from engines.emulator.formats import Answering, ChatStream, CompletionStream, St
 from engines.emulator.live import Live
 from engines.emulator.output import Output, StopRule
 from engines.emulator.parse import Api, BadRequest, Item, Limits, Request, parse_request
-from engines.emulator.pd_decode import DecodeLinks, crash
+from engines.emulator.rank import crash
 from engines.emulator.replies import StreamReply, WholeReply
 from engines.types import Role
 
@@ -32,11 +32,10 @@ _STREAM_FAULTS = ("truncate_stream", "error_event", "stall")
 
 
 class GenerationServer:
-    """Answers the generation routes of one engine; `decode_links` is there on a decode."""
+    """Answers the generation routes of one engine."""
 
-    def __init__(self, engine: Engine, decode_links: DecodeLinks | None = None) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._decode_links = decode_links
         options = engine.options
         self._limits = Limits(options.context_length, options.max_total_tokens)
 
@@ -44,6 +43,8 @@ class GenerationServer:
         """Register the routes through `add(method, path, handler)`."""
         for api in Api:
             add("POST", api.value, self._handler(api))
+            if api is Api.GENERATE:
+                add("PUT", api.value, self._handler(api))
         add("POST", "/abort_request", self._abort_request)
 
     def _handler(self, api: Api) -> Handler:
@@ -62,7 +63,12 @@ class GenerationServer:
         received_s = engine.now_s
         fault = engine.faults.take("status", "drop_connection", *_STREAM_FAULTS)
         body = await read_json(api.value, http)
-        request = parse_request(api, body, self._limits)
+        try:
+            request = parse_request(api, body, self._limits)
+        except BadRequest as error:
+            if api is Api.GENERATE and body.get("stream") is True and isinstance(error.body.get("error"), dict):
+                return await _refused_in_stream(http, error)
+            raise
         answering = Answering(
             request,
             engine.options.role,
@@ -124,9 +130,7 @@ class GenerationServer:
         except BadRequest as error:
             if request.api is not Api.GENERATE:
                 raise
-            await response.prepare(http)
-            await response.write(wire.generate_stream_error(str(error.body["error"]["message"])) + wire.DONE)
-            return response
+            return await _refused_in_stream(http, error)
         try:
             if request.api is not Api.GENERATE:
                 await reply.first
@@ -134,8 +138,10 @@ class GenerationServer:
         except asyncio.CancelledError:
             reply.detach()
             self._abort(lives)
-            self._engine.loop.call_later(self._engine.timeouts.second_abort_s, self._abort, lives)
             raise
+        finally:
+            # SGLang's clean-up after every stream, which also hits a new request with the same rid.
+            self._engine.loop.call_later(self._engine.timeouts.second_abort_s, self._abort, lives)
         return response
 
     async def _relay(self, http: web.Request, response: web.StreamResponse, reply: StreamReply) -> None:
@@ -159,26 +165,53 @@ class GenerationServer:
         options = self._engine.options
         port = item.bootstrap_port if item.bootstrap_port is not None else options.bootstrap_port
         peer = f"{item.bootstrap_host}:{port}" if item.bootstrap_host is not None else ""
-        job = Job(rid, item.room, item.prompt, item.prompt_tokens, rule.max_new_tokens, output, peer, item.namespace)
+        job = Job(
+            rid,
+            item.room,
+            item.prompt,
+            item.prompt_tokens,
+            rule.max_new_tokens,
+            output,
+            peer,
+            item.namespace,
+            item.disagg_prefill_dp_rank,
+            item.reusable_tokens,
+        )
         return Live(rid, item, index, job, output, reply, received_s)
 
     def _submit(self, request: Request, lives: list[Live]) -> None:
         """Register and schedule all choices of a request; BadRequest if any is refused."""
-        engine, api = self._engine, request.api
+        engine, api, dp_size = self._engine, request.api, self._engine.options.dp_size
         for live in lives:
+            asked = live.item.routed_dp_rank
+            if asked is not None and not 0 <= asked < dp_size:
+                raise BadRequest(wire.value_error(api.value, wire.rank_out_of_range(asked, dp_size)))
             if live.rid in engine.live:
                 raise BadRequest(wire.value_error(api.value, wire.duplicate_rid(live.rid)))
             if engine.options.role is not Role.PLAIN and live.item.room is None:
-                raise BadRequest(wire.value_error(api.value, wire.missing_room(live.rid)))
+                if engine.options.role is Role.PREFILL and dp_size > 1 and asked is None:
+                    crash("req.bootstrap_room should not be None. Do not send requests directly")
+                continue
             if live.job.prompt_tokens > engine.options.max_total_tokens:
                 text = wire.exceeds_pool(live.rid, live.job.prompt_tokens, engine.options.max_total_tokens)
                 raise BadRequest(wire.value_error(api.value, text))
         for live in lives:
-            if self._decode_links is not None:
-                if not live.job.peer:
-                    crash(f"room {live.job.room} without a bootstrap_host")
-                self._decode_links.require(live.job.peer)
-            engine.submit(live)
+            if engine.options.role is not Role.PLAIN and live.item.room is None:
+                self._refuse(live, wire.missing_room(live.rid))
+                continue
+            if engine.options.role is Role.DECODE and not live.job.peer:
+                crash(f"room {live.job.room} without a bootstrap_host")
+            if live.item.sampling.prompt_logprobs_from > live.item.prompt_tokens:
+                start = live.item.sampling.prompt_logprobs_from
+                self._refuse(live, wire.start_beyond_prompt(start, live.item.prompt_tokens), "BadRequestError")
+            else:
+                engine.submit(live)
+
+    def _refuse(self, live: Live, message: str, err_type: str | None = None) -> None:
+        """What only SGLang's scheduler checks: the request ends before it has begun."""
+        live.finished_s = live.dispatched_s = self._engine.now_s
+        live.end = End(EndKind.FAILED, message, 400, err_type)
+        live.sink.ended(live, live.end)
 
     def _abort(self, lives: list[Live]) -> None:
         for live in lives:
@@ -206,16 +239,27 @@ def _stream_format(answering: Answering, rid: str) -> StreamFormat:
     return GenerateStream(answering)
 
 
+async def _refused_in_stream(http: web.Request, error: BadRequest) -> web.StreamResponse:
+    """What SGLang checks after its own `/generate` stream has begun: 200, and one event with the error."""
+    response = web.StreamResponse(headers=wire.SSE_HEADERS)
+    response.enable_chunked_encoding()
+    await response.prepare(http)
+    await response.write(wire.generate_stream_error(str(error.body["error"]["message"])) + wire.DONE)
+    return response
+
+
 def json_response(body: Any, status: int = 200) -> web.Response:
     """A JSON reply with SGLang's headers."""
     return web.Response(body=orjson.dumps(body), status=status, headers=wire.JSON_HEADERS)
 
 
 async def read_json(route: str, request: web.Request) -> dict[str, Any]:
-    """The request's JSON object; an empty body is an empty object; BadRequest in FastAPI's words otherwise."""
+    """The request's JSON object; BadRequest in FastAPI's words for anything else."""
     data = await request.read()
     if not data:
-        return {}
+        raise BadRequest(wire.no_body(route))
+    if "Content-Type" in request.headers and request.content_type != "application/json":
+        raise BadRequest(wire.not_json(route, data))
     try:
         body = orjson.loads(data)
     except orjson.JSONDecodeError as error:

@@ -16,7 +16,8 @@ from typing import cast
 from engines.tasks import spawn
 from engines.token_rule import TOKEN_BYTES
 
-_HEADER = struct.Struct("<BBqIIIII")
+_HEADER = struct.Struct("<BB16sIIIII")
+"""The room takes 16 bytes: SGLang's own messages carry it as text, also where it exceeds 64 bits."""
 
 
 class Kind(IntEnum):
@@ -53,7 +54,7 @@ def encode_frame(frame: Frame) -> bytes:
     header = _HEADER.pack(
         frame.kind,
         frame.last,
-        frame.room,
+        frame.room.to_bytes(16, "little", signed=True),
         frame.start,
         frame.count,
         frame.first_token,
@@ -95,7 +96,8 @@ class Peer(asyncio.Protocol):
                 break
             payload = bytes(self._buffer[at + _HEADER.size : end])
             at = end
-            self._on_frame(self, Frame(Kind(kind), room, start, count, token, cached, bool(last), payload))
+            number = int.from_bytes(room, "little", signed=True)
+            self._on_frame(self, Frame(Kind(kind), number, start, count, token, cached, bool(last), payload))
         del self._buffer[:at]
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from engines.emulator.live import Live
@@ -38,34 +39,65 @@ def chat_logprobs(live: Live, start: int) -> dict[str, Any]:
     return {"content": content}
 
 
-def completion_logprobs(live: Live, start: int) -> dict[str, Any]:
-    """Completions' `logprobs` for the tokens from `start` on."""
+def completion_logprobs(live: Live, start: int, with_prompt: bool = False) -> dict[str, Any]:
+    """Completions' `logprobs` for the tokens from `start` on, after those of an echoed prompt where it was computed."""
     ids, top = live.output.ids[start:], live.item.sampling.top_logprobs
-    texts = [decode([token], skip_special=False) for token in ids]
-    listed = [{decode([each], False): value for each, value in _alternatives(token, top)} for token in ids]
+    prompt = _asked_prompt(live) if with_prompt else []
+    values = [None if at == 0 and prompt else logprob(token) for at, token in enumerate([*prompt, *ids])]
+    listed = [{_text(each): value for each, value in _alternatives(token, top)} for token in [*prompt, *ids]]
     return {
-        "text_offset": [-1] * len(ids),
-        "token_logprobs": [logprob(token) for token in ids],
-        "tokens": texts,
-        "top_logprobs": listed if top else [],
+        "text_offset": [-1] * len(values),
+        "token_logprobs": values,
+        "tokens": [_text(token) for token in [*prompt, *ids]],
+        "top_logprobs": [None if value is None else row for value, row in zip(values, listed, strict=True)]
+        if top
+        else [],
     }
 
 
 def generate_logprobs(live: Live, on_decode: bool) -> dict[str, Any]:
     """The `meta_info` entries of `/generate`; prompt logprobs exist only where the prompt was computed."""
     sampling, ids = live.item.sampling, live.output.ids
-    start = sampling.prompt_logprobs_from
-    prompt = unpack(live.item.prompt)[start:] if start >= 0 and not on_decode else []
-    known = [[None if start == 0 and at == 0 else logprob(token), token, None] for at, token in enumerate(prompt)]
+    prompt = [] if on_decode else _asked_prompt(live)
+    shown = _text if sampling.logprob_texts else lambda token: None
+
+    def alternatives(token: int) -> list[Any]:
+        return [[value, each, shown(each)] for each, value in _alternatives(token, sampling.top_logprobs)]
+
+    def asked(token: int) -> list[Any]:
+        return [[_logprob_of(each, token), each, shown(each)] for each in sampling.token_ids_logprob]
+
+    known = [[None if at == 0 else logprob(token), token, shown(token)] for at, token in enumerate(prompt)]
     entries: dict[str, Any] = {
         "input_token_logprobs": known,
-        "output_token_logprobs": [[logprob(token), token, None] for token in ids],
+        "output_token_logprobs": [[logprob(token), token, shown(token)] for token in ids],
         "output_token_logprobs_length": len(ids),
     }
-    if sampling.top_logprobs:
-        top = sampling.top_logprobs
-        tops = [[[value, each, None] for each, value in _alternatives(token, top)] for token in ids]
-        listed = [[[value, each, None] for each, value in _alternatives(token, top)] for token in prompt]
-        entries["input_top_logprobs"] = [None, *listed[1:]] if start == 0 and listed else listed
-        entries["output_top_logprobs"] = tops
+    if sampling.top_logprobs > 0:
+        entries["input_top_logprobs"] = _rows(prompt, alternatives)
+        entries["output_top_logprobs"] = [alternatives(token) for token in ids]
+    if sampling.token_ids_logprob:
+        rows = [asked(token) for token in ids]
+        entries["input_token_ids_logprobs"] = _rows(prompt, asked)
+        entries["output_token_ids_logprobs"] = [None, *rows[1:]] if on_decode and rows else rows
     return entries
+
+
+def _asked_prompt(live: Live) -> list[int]:
+    """The ids of the prompt whose logprobs were asked for."""
+    start = live.item.sampling.prompt_logprobs_from
+    return unpack(live.item.prompt)[start:] if start >= 0 else []
+
+
+def _rows(prompt: list[int], row: Callable[[int], list[Any]]) -> list[Any]:
+    """One row for each token of a prompt; what comes before the first is not known."""
+    return [None, *(row(token) for token in prompt[1:])] if prompt else []
+
+
+def _logprob_of(asked: int, token: int) -> float:
+    """The log-probability of another token than the one that came."""
+    return logprob(asked, int(asked != token))
+
+
+def _text(token: int) -> str:
+    return decode([token], skip_special=False)

@@ -11,12 +11,13 @@ import aiohttp
 import orjson
 import pytest
 
-from engines.emulator.pd_decode import CRASH_STATUS
 from engines.emulator.process import EmulatedServer
+from engines.emulator.rank import CRASH_STATUS
 from engines.types import Role
 from tests.contract.emu_fleet import EmuFleet, emu_fleet, until
 
 SPEED = 20.0
+UNKNOWN_RANK = "Bootstrap info not found for dp_rank=3 cp_rank=3 tp_rank=3 pp_rank=3"
 LONG = {"text": "go on", "sampling_params": {"max_new_tokens": 20_000, "temperature": 0, "ignore_eos": True}}
 SHORT = {"text": "be short", "sampling_params": {"max_new_tokens": 5, "temperature": 0, "ignore_eos": True}}
 
@@ -227,7 +228,7 @@ async def test_the_bootstrap_server_answers_as_recorded() -> None:
             assert sorted(await reply.json()) == ["rank_ip", "rank_port"]
         for path, status, text in (
             ("/route?engine_rank=-1", 400, "Missing inputs for bootstrap server."),
-            (f"/route?{query.format(3)}", 404, "Bootstrap info not found."),
+            (f"/route?{query.format(3)}", 404, UNKNOWN_RANK),
             ("/nope", 404, "404: Not Found"),
             ("/query_dp_ranks", 405, "405: Method Not Allowed"),
         ):

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.pair import LegAnswer, LegEvent, LegFailed, LegOutput
+from engines.pair import Frames, LegAnswer, LegEvent, LegFailed, LegOutput
 from engines.sse_frames import EventKind
 from engines.types import FailureKind, Leg, Outcome, Stage
 from failover.phase import HOLD_S, LOSS_GRACE_S
-from gateway.attempt import AttemptFailed, Frames, follow
+from gateway.attempt import AttemptFailed, follow
 from gateway.config import DeadlineConfig
 from tests.fakes import attempt, now_s, timeless
 
@@ -33,6 +33,7 @@ class Plan:
     decode_s: float
     decode_end: str
     stream: bool
+    needs_prefill: bool = False
 
 
 @st.composite
@@ -42,7 +43,8 @@ def plans(draw: st.DrawFn) -> Plan:
     for gap in draw(st.lists(GAPS, max_size=4)) if stream else ():
         times.append((times[-1] if times else 0.0) + gap)
     decode_s = (times[-1] if times else 0.0) + draw(GAPS)
-    return Plan(draw(GAPS), draw(st.sampled_from(ENDS)), tuple(times), decode_s, draw(st.sampled_from(ENDS)), stream)
+    ends = [draw(st.sampled_from(ENDS)) for _ in range(2)]
+    return Plan(draw(GAPS), ends[0], tuple(times), decode_s, ends[1], stream, draw(st.booleans()))
 
 
 @dataclass
@@ -59,6 +61,7 @@ class Seen:
     def __post_init__(self) -> None:
         plan = self.plan
         self.attempt = attempt(stream=plan.stream)
+        self.needs_prefill_answer = plan.needs_prefill
         self.open_legs: tuple[Leg, ...] = (Leg.DECODE, Leg.PREFILL)
         self._events: asyncio.Queue[LegEvent] = asyncio.Queue()
         self.begun_s = now_s()
@@ -82,6 +85,19 @@ class Seen:
 
     async def next_event(self) -> LegEvent:
         return await self._events.get()
+
+    def merged_frames(self, frames: Frames) -> Frames:
+        self._merges()
+        return frames
+
+    def merged_answer(self, body: bytes) -> bytes:
+        self._merges()
+        return body
+
+    def _merges(self) -> None:
+        if self.plan.needs_prefill:
+            assert self.plan.prefill_end == "answered", "nothing is delivered without an answer that it needs"
+            assert now_s() - self.begun_s >= self.plan.prefill_s
 
     async def frames(self, rid: str, frames: Frames) -> None:
         assert self.handed_over, "nothing is delivered before the KV is known to be whole"
@@ -157,6 +173,9 @@ def test_a_prefill_that_fails_before_hand_over_lets_nothing_through(plan: Plan) 
             assert error is not None
             assert seen.delivered == []
             assert not seen.handed_over
+        if plan.needs_prefill and plan.prefill_end != "answered":
+            assert error is not None
+            assert seen.delivered == []
         if plan.prefill_end == "broke" and plan.prefill_s + LOSS_GRACE_S < min(first_s, plan.decode_s, 1.0):
             assert error is not None
             assert error.outcome.leg is Leg.PREFILL

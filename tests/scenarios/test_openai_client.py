@@ -202,8 +202,10 @@ async def test_what_is_wrong_with_a_request_raises_bad_request(client: openai.As
         await create(messages=[], **GREEDY)
     assert empty.value.param == "messages"
     with pytest.raises(openai.BadRequestError) as too_long:
-        await create(messages=user("hi"), **{**GREEDY, "max_tokens": 40_000})
+        await create(messages=user("hi " * 500), **{**GREEDY, "max_tokens": 32_700})
     assert too_long.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError, match="max_completion_tokens is too large"):
+        await create(messages=user("hi"), **{**GREEDY, "max_tokens": 40_000})
     with pytest.raises(openai.BadRequestError) as poison:
         await create(messages=user("hi"), logprobs=True, top_logprobs=129, **GREEDY)
     assert poison.value.param == "top_logprobs"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import openai
@@ -132,11 +131,12 @@ async def test_stop_strings(client: openai.AsyncOpenAI, plain: openai.AsyncOpenA
 
 async def test_a_json_schema(client: openai.AsyncOpenAI, plain: openai.AsyncOpenAI) -> None:
     wanted: Any = {"type": "json_schema", "json_schema": {"name": "paint", "schema": SCHEMA}}
-    asked: dict[str, Any] = {**GREEDY, "max_tokens": 300, "response_format": wanted}
+    asked: dict[str, Any] = {**GREEDY, "max_tokens": 100, "response_format": wanted}
     answer = await client.chat.completions.create(messages=MESSAGES, **asked)
     truth = await plain.chat.completions.create(messages=MESSAGES, **asked)
     assert answer.choices[0].message.content == truth.choices[0].message.content
-    assert json.loads(answer.choices[0].message.content or "")["colour"] in ("red", "blue")
+    text = "".join((answer.choices[0].message.content or "").split())  # white space is allowed, without end
+    assert text.startswith(('{"colour":"red"', '{"colour":"blue"'))
 
 
 # ---- log probabilities -------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import orjson
 import pytest
@@ -13,7 +14,7 @@ from engines.base import Attempt, Call, Order
 from engines.errors import UpstreamError
 from engines.pair import LegAnswer, LegEvent, LegFailed, LegOutput, PairRun
 from engines.sglang import SglangStrategy
-from engines.sse_frames import EventKind
+from engines.sse_frames import EventKind, data_of
 from engines.types import EngineView, FailureKind, Leg, Outcome
 from tests.fakes import DONE, RID, Answer, FakeExchange, FakeUpstream, attempt, chat_answer, chat_event, event
 
@@ -24,11 +25,19 @@ SMALL = chat_event("", finish="length") + DONE
 class Two:
     """A run over two scripted answers."""
 
-    def __init__(self, *, stream: bool = True, prefill: Answer | None = None, decode: Answer | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        stream: bool = True,
+        prefill: Answer | None = None,
+        decode: Answer | None = None,
+        logprobs: bool = False,
+    ) -> None:
+        asked = {"path": "/generate", "return_logprob": True, "logprob_start_len": 0} if logprobs else {}
         self.answers = {Leg.PREFILL: prefill or FakeExchange(), Leg.DECODE: decode or FakeExchange()}
         self.upstream = FakeUpstream(self._answer)
         self.failures: list[Outcome] = []
-        self.run = PairRun(attempt(stream=stream), SglangStrategy(), self.upstream, self.failures.append)  # type: ignore[arg-type]
+        self.run = PairRun(attempt(stream=stream, **asked), SglangStrategy(), self.upstream, self.failures.append)  # type: ignore[arg-type]
         self.run.start()
 
     def _answer(self, url: str, body: bytes) -> Answer:
@@ -405,6 +414,66 @@ async def test_an_abort_names_the_rid_and_its_answer_means_nothing(make: Callabl
         ("http://d0/abort_request", {"rid": RID}),
     ]
     assert two.run.open_legs == (Leg.DECODE, Leg.PREFILL)
+
+
+# ---- output that needs the prefill's answer --------------------------------------------------------------------------
+
+
+def generated(*prompt: int, finish: object = None, text: str = "a") -> dict[str, Any]:
+    known = [[-1.0, token, None] for token in prompt]
+    return {"text": text, "meta_info": {"id": RID, "finish_reason": finish, "input_token_logprobs": known}}
+
+
+LENGTH = {"type": "length", "length": 1}
+
+
+async def test_output_is_as_it_came_where_nothing_is_needed_of_the_prefill(make: Callable[..., Two]) -> None:
+    two = make(prefill=FakeExchange(200, SMALL, whole=True))
+    assert not two.run.needs_prefill_answer
+    assert isinstance(await soon(two.run), LegAnswer)
+    frames = [(EventKind.CONTENT, event(generated(5)))]
+    assert two.run.merged_frames(frames) is frames
+    assert two.run.merged_answer(b"body") == b"body"
+
+
+async def test_a_stream_is_completed_from_the_prefills_answer(make: Callable[..., Two]) -> None:
+    two = make(logprobs=True, prefill=FakeExchange(200, event(generated(5, 6, finish=LENGTH)) + DONE, whole=True))
+    assert two.run.needs_prefill_answer
+    assert isinstance(await soon(two.run), LegAnswer)
+    (_, merged), done = two.run.merged_frames([(EventKind.CONTENT, event(generated())), (EventKind.DONE, DONE)])
+    assert orjson.loads(data_of(merged))["meta_info"]["input_token_logprobs"] == [[-1.0, 5, None], [-1.0, 6, None]]
+    assert done == (EventKind.DONE, DONE)
+
+
+async def test_a_whole_answer_is_completed_from_the_prefills(make: Callable[..., Two]) -> None:
+    two = make(
+        stream=False, logprobs=True, prefill=FakeExchange(200, orjson.dumps(generated(5, finish=LENGTH)), whole=True)
+    )
+    assert isinstance(await soon(two.run), LegAnswer)
+    merged = orjson.loads(two.run.merged_answer(orjson.dumps(generated(finish=LENGTH))))
+    assert merged["meta_info"]["input_token_logprobs"] == [[-1.0, 5, None]]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_prefill_that_does_not_say_what_is_needed_has_failed(make: Callable[..., Two], stream: bool) -> None:
+    answer = {"text": "a", "meta_info": {"finish_reason": LENGTH}}
+    said = event(answer) + DONE if stream else orjson.dumps(answer)
+    two = make(stream=stream, logprobs=True, prefill=FakeExchange(200, said, whole=True))
+    outcome = failure(await soon(two.run))
+    assert (outcome.leg, outcome.kind) == (Leg.PREFILL, FailureKind.GARBLED)
+    await settle()
+    assert no_more(two.run), "and has not answered"
+
+
+async def test_what_is_needed_may_be_longer_than_an_event_of_a_decode(
+    make: Callable[..., Two], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pair, "FRAME_LIMIT_BYTES", 1000)
+    long = event(generated(*range(300), finish=LENGTH)) + DONE
+    two = make(logprobs=True, prefill=FakeExchange(200, long, whole=True))
+    assert isinstance(await soon(two.run), LegAnswer)
+    two = make(prefill=FakeExchange(200, long, whole=True))
+    assert failure(await soon(two.run)).kind is FailureKind.GARBLED
 
 
 # ---- one after the other ---------------------------------------------------------------------------------------------

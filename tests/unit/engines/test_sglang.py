@@ -142,7 +142,7 @@ async def test_a_decode_has_no_bootstrap_server() -> None:
         (on("/route", 200, b"oops"), "/route answers no JSON"),
         (on("/server_info", 500, {}), "/server_info answers 500"),
         (on("/server_info", 200, [1]), "answers no JSON object"),
-        (on("/server_info", 200, server_info(disaggregation_mode="decode")), "was started as decode, not as prefill"),
+        (on("/server_info", 200, server_info(disaggregation_mode="decode")), "it serves as decode, not as prefill"),
         (on("/server_info", 200, server_info(max_total_num_tokens="x")), "server_info.max_total_num_tokens"),
         (on("dp_rank=-1", 200, {"dp_size": {"a": 1}}), "int()"),
         (on("/model_info", 200, b"\xff"), "answers no JSON"),
@@ -169,6 +169,56 @@ async def test_a_server_that_says_nothing_is_unreachable_in_time() -> None:
 
     seen = await SglangEngine(Silent()).probe(spec("d0"), 0.002)
     assert (seen.reachable, seen.reason) == (False, "no answer within 0.002 s")
+
+
+def old(version: str) -> Patch:
+    """A server from before `/ready` and `/server_info`."""
+
+    def answer(url: str) -> tuple[int, Any] | None:
+        if url.endswith("/get_server_info"):
+            return 200, {"version": version}
+        return (404, {}) if url.endswith(("/ready", "/server_info")) else None
+
+    return answer
+
+
+async def test_a_server_that_is_too_old_is_refused_by_name() -> None:
+    seen = await SglangEngine(Scripted(old("0.4.9.post1"))).probe(spec("d0"), 1.0)
+    assert (seen.reachable, seen.ready, seen.facts) == (True, False, None)
+    assert seen.reason.startswith("SGLang 0.4.9.post1 is not served: 0.5.20 or newer is needed")
+
+
+async def test_what_has_no_ready_and_is_not_old_is_not_ready() -> None:
+    for patch in (old("0.5.23"), on("/ready", 404, {}), on("ready", 404, b"x")):
+        seen = await SglangEngine(Scripted(patch)).probe(spec("d0"), 1.0)
+        assert (seen.ready, seen.reason) == (False, "/ready answers 404")
+
+
+async def test_what_a_prefill_tells_decodes_is_among_its_facts() -> None:
+    told = {"dp_size": 1, "kv_cache_dtype": "fp8_e4m3", "new_field": 1}
+    seen = await SglangEngine(Scripted(on("dp_rank=-1", 200, told))).probe(spec("p0"), 1.0)
+    assert seen.facts is not None
+    assert seen.facts.handshake_fields == frozenset(told)
+    assert seen.facts.cache_format.kv_cache_dtype == "fp8_e4m3"
+
+
+async def test_every_boot_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    seed = iter((1, 1, 2))
+    patch: Patch = lambda url: (200, server_info(random_seed=next(seed))) if "/server_info" in url else None  # noqa: E731
+    engine = SglangEngine(Scripted(patch))
+    with caplog.at_level("INFO", "pdgate.join"):
+        for _ in range(3):
+            assert (await engine.probe(spec("p0"), 1.0)).ready
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2, "a version that is not told is not known"
+    assert "prefill http://p0 joins: SGLang (no version told), model tiny" in caplog.text
+    assert "--enable-cache-report" in caplog.text
+
+
+async def test_a_known_server_joins_quietly(caplog: pytest.LogCaptureFixture) -> None:
+    known = server_info(disaggregation_mode="decode", version="0.5.23", frontend="python")
+    with caplog.at_level("INFO", "pdgate.join"):
+        await SglangEngine(Scripted(on("/server_info", 200, known))).probe(spec("d0"), 1.0)
+    assert [record.levelname for record in caplog.records] == ["INFO"]
 
 
 # ---- loads and relayed calls -----------------------------------------------------------------------------------------

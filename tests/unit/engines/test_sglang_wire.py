@@ -46,10 +46,8 @@ def test_a_small_rid_keeps_its_width() -> None:
 REFUSED: dict[str, list[dict[str, Any]]] = {
     "top_logprobs": [{"top_logprobs": 129}, {"top_logprobs": 129.0}, {"top_logprobs": "129"}],
     "logprobs": [{"logprobs": 129}, {"logprobs": 129.0}],
-    "top_logprobs_num": [{"top_logprobs_num": 129}, {"top_logprobs_num": [5, 129]}],
-    "best_of": [{"best_of": 2}, {"best_of": 2.0}, {"best_of": "2"}],
-    "logprob_start_len": [{"logprob_start_len": 0, "return_logprob": True}, {"logprob_start_len": 3}],
-    "echo": [{"echo": True, "logprobs": 1}, {"echo": 1, "logprobs": 5}],
+    "top_logprobs_num": [{"top_logprobs_num": 129}, {"top_logprobs_num": [5]}, {"top_logprobs_num": []}],
+    "logprob_start_len": [{"logprob_start_len": bad, "return_logprob": True} for bad in (-2, -5, [0], [-1], [])],
     "session_params": [{"session_params": {"id": "s"}}, {"session_params": {}}],
     "input_embeds": [{"input_embeds": [[0.5]]}],
     "return_sampling_mask": [{"return_sampling_mask": True}, {"return_sampling_mask": 1}],
@@ -61,10 +59,12 @@ REFUSED: dict[str, list[dict[str, Any]]] = {
 ACCEPTED: dict[str, list[dict[str, Any]]] = {
     "top_logprobs": [{"top_logprobs": 128}, {"top_logprobs": None}, {"top_logprobs": "20"}],
     "logprobs": [{"logprobs": 128}, {"logprobs": True}, {"logprobs": None}],
-    "top_logprobs_num": [{"top_logprobs_num": 128}, {"top_logprobs_num": [5, 128]}],
-    "best_of": [{"best_of": 1}, {"best_of": None}],
-    "logprob_start_len": [{"logprob_start_len": -1}, {"logprob_start_len": 0, "return_logprob": False}],
-    "echo": [{"echo": True}, {"echo": True, "logprobs": None}, {"echo": False, "logprobs": 5}],
+    "top_logprobs_num": [{"top_logprobs_num": 128}, {"top_logprobs_num": -1}, {"top_logprobs_num": None}],
+    "logprob_start_len": [
+        *({"logprob_start_len": good, "return_logprob": True} for good in (-1, 0, 3, None, "1")),
+        {"logprob_start_len": -5, "return_logprob": False},
+        {"logprob_start_len": [0]},
+    ],
     "session_params": [{"session_params": None}],
     "input_embeds": [{"input_embeds": None}],
     "return_sampling_mask": [{"return_sampling_mask": False}, {"return_sampling_mask": None}],
@@ -409,13 +409,6 @@ def test_loads_are_summed_over_ranks() -> None:
 @pytest.mark.parametrize("loads", [{}, {"loads": []}, {"loads": None}, {"loads": ["odd"]}])
 def test_an_answer_without_ranks_is_no_load(loads: dict[str, Any]) -> None:
     assert about.load_of(loads) is None
-
-
-@pytest.mark.parametrize(
-    ("mode", "role"), [("prefill", "prefill"), ("decode", "decode"), ("null", "plain"), (None, "plain"), (3, "plain")]
-)
-def test_roles(mode: object, role: str) -> None:
-    assert about.role_of({"disaggregation_mode": mode}) == role
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from failover.phase import TRANSITIONS, Action, Event, Phase, handed_over, step
+from failover.phase import NEEDING_PREFILL, TRANSITIONS, Action, Event, Phase, handed_over, step
 
 
 def run(*events: Event) -> tuple[Phase, list[Action]]:
@@ -75,3 +75,41 @@ def test_nothing_is_relayed_before_the_hold_or_the_answer() -> None:
 
 def test_handed_over() -> None:
     assert {phase for phase in Phase if handed_over(phase)} == {Phase.HANDED_OVER, Phase.STREAMING, Phase.DONE}
+
+
+# ---- where the client's answer needs the prefill's -------------------------------------------------------------------
+
+
+def run_needing(*events: Event) -> tuple[Phase, list[Action]]:
+    phase, actions = Phase.DISPATCHED, []
+    for event in events:
+        phase, action = step(phase, event, needs_prefill=True)
+        actions.append(action)
+    return phase, actions
+
+
+@pytest.mark.parametrize("first", list(product(Event, repeat=2)))
+def test_nothing_is_passed_on_without_an_answer_that_is_needed(first: tuple[Event, ...]) -> None:
+    if Event.PREFILL_ANSWERED in first:
+        return
+    phase, actions = run_needing(*first, Event.DECODE_OUTPUT, Event.DECODE_ENDED)
+    assert phase in (Phase.HELD_WHOLE, Phase.FAILED)
+    assert not {Action.RELAY, Action.FINISH, Action.HAND_OVER, Action.HOLD, Action.WAIT_GRACE} & set(actions)
+
+
+@pytest.mark.parametrize("event", [Event.PREFILL_BROKE, Event.PREFILL_FAILED, Event.DEADLINE_PASSED])
+@pytest.mark.parametrize("before", [(), (Event.DECODE_OUTPUT,), (Event.DECODE_ENDED,)])
+def test_a_needed_answer_that_does_not_come_ends_the_attempt(before: tuple[Event, ...], event: Event) -> None:
+    phase, actions = run_needing(*before, event)
+    assert phase is Phase.FAILED
+    assert actions[-1] is (Action.BLAME_SILENT if event is Event.DEADLINE_PASSED else Action.BLAME_PREFILL)
+
+
+@pytest.mark.parametrize("phase", [Phase.HANDED_OVER, Phase.STREAMING, Phase.DONE, Phase.FAILED])
+@pytest.mark.parametrize("event", Event)
+def test_once_the_needed_answer_is_there_all_is_as_always(phase: Phase, event: Event) -> None:
+    assert step(phase, event, needs_prefill=True) == step(phase, event)
+
+
+def test_what_is_otherwise_is_otherwise() -> None:
+    assert all(TRANSITIONS[key] != value for key, value in NEEDING_PREFILL.items())

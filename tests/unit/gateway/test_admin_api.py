@@ -51,8 +51,11 @@ async def test_readiness_counts_the_pairs_that_can_serve(gw: Gateway, client: Cl
     assert ready["engines"][0] == {"id": P0, "role": "prefill", "health": "ready", "reason": None}
     gw.fleet.set_health(D0, Health.SUSPECTED, "lost")
     gw.fleet.set_facts(D1, replace(FACTS, weight_version="other"))
+    assert ready["apart"] == []
     unready = await json(client, "/readyz", 503)
     assert (unready["ready"], unready["pairs"]) == (False, 0)
+    reason = "weight_version differs: default / other (/update_weight_version)"
+    assert unready["apart"] == [{"fit": "refused", "reason": reason, "pairs": 1, "prefill": P0, "decode": D1}]
     assert unready["engines"][1]["reason"] == "lost"
 
 

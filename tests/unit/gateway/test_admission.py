@@ -38,7 +38,7 @@ async def test_bodies_of_very_many_fields_are_refused() -> None:
         admitted({"prompt": "a", **{f"f{number}": 1 for number in range(MAX_FIELDS)}})
 
 
-@pytest.mark.parametrize("params", [[{"min_p": 0.5, "seed": 1}, {}], [{}, {"best_of": 3}]])
+@pytest.mark.parametrize("params", [[{"min_p": 0.5, "seed": 1}, {}], [{}, {"beam_width": 3}]])
 async def test_every_prompts_own_fields_are_looked_at(params: list[dict[str, Any]]) -> None:
     with pytest.raises(GatewayError) as raised:
         admit(

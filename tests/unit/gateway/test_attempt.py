@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from engines.pair import LegAnswer, LegEvent, LegFailed, LegOutput
+from engines.pair import Frames, LegAnswer, LegEvent, LegFailed, LegOutput
 from engines.sse_frames import EventKind
 from engines.types import FailureKind, Leg, Outcome, Stage
 from failover.phase import HOLD_S, LOSS_GRACE_S
-from gateway.attempt import CLIENT_PATIENCE_S, AttemptFailed, Frames, follow
+from gateway.attempt import CLIENT_PATIENCE_S, AttemptFailed, follow
 from gateway.config import DeadlineConfig
 from tests.fakes import attempt, now_s, timeless
 
@@ -37,8 +37,9 @@ P_BROKE = failed(Leg.PREFILL, FailureKind.RESET, None)
 class Scripted:
     """A run whose events come at given times after its start."""
 
-    def __init__(self, *script: tuple[float, LegEvent], stream: bool = True) -> None:
+    def __init__(self, *script: tuple[float, LegEvent], stream: bool = True, needs_prefill: bool = False) -> None:
         self.attempt = attempt(stream=stream)
+        self.needs_prefill_answer = needs_prefill
         self.open_legs: Sequence[Leg] = (Leg.DECODE, Leg.PREFILL)
         self._events: asyncio.Queue[LegEvent] = asyncio.Queue()
         self.begun_s = now_s()
@@ -52,6 +53,12 @@ class Scripted:
 
     async def next_event(self) -> LegEvent:
         return await self._events.get()
+
+    def merged_frames(self, frames: Frames) -> Frames:
+        return [(kind, b"+" + frame) for kind, frame in frames] if self.needs_prefill_answer else frames
+
+    def merged_answer(self, body: bytes) -> bytes:
+        return b"+" + body if self.needs_prefill_answer else body
 
 
 class Told:
@@ -102,9 +109,10 @@ async def see(
     limits: DeadlineConfig = LIMITS,
     within_s: float = 100.0,
     slow_s: float = 0.0,
+    needs_prefill: bool = False,
 ) -> tuple[Told, AttemptFailed | None, float]:
     """What was told, how it failed, and after how long."""
-    run = Scripted(*script, stream=stream)
+    run = Scripted(*script, stream=stream, needs_prefill=needs_prefill)
     told = Told(run, slow_s)
     error = None
     try:
@@ -218,6 +226,71 @@ async def test_a_lost_prefill_ends_the_attempt_after_its_grace() -> None:
 async def test_a_decode_that_fails_within_the_grace_leaves_the_blame_on_the_prefill() -> None:
     _, error, _ = await see((0.1, P_BROKE), (0.2, D_FAILED))
     assert blame(error)[0] is Leg.PREFILL
+
+
+# ---- an answer that needs the prefill's ------------------------------------------------------------------------------
+
+
+@timeless
+async def test_output_waits_for_a_prefills_answer_that_it_needs() -> None:
+    script = [(0.1, out("a")), (0.2, out("b")), (1.5, P_DONE), (1.6, out("c")), (1.7, D_DONE)]
+    told, error, _ = await see(*script, needs_prefill=True)
+    assert error is None
+    assert told.text == b"+a+b+c"
+    assert [what for at_s, what in told.log if at_s < 1.5] == []
+    assert told.prefill_answers == [b"kv"]
+
+
+@timeless
+async def test_a_whole_answer_waits_for_a_prefills_answer_that_it_needs() -> None:
+    for script in ([(0.1, D_DONE), (3.0, P_DONE)], [(0.1, P_DONE), (3.0, D_DONE)]):
+        told, error, took_s = await see(*script, stream=False, needs_prefill=True)
+        assert (error, told.whole, took_s) == (None, b"+whole", 3.0)
+
+
+@pytest.mark.parametrize("lost", [P_BROKE, P_FAILED], ids=["broke", "failed"])
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("before", [[], [(0.1, out("a"))], [(0.1, D_DONE)], [(0.1, out("a")), (0.15, D_DONE)]])
+def test_a_prefill_whose_answer_is_needed_and_lost_ends_the_attempt_at_once(
+    before: list[tuple[float, LegEvent]], stream: bool, lost: LegFailed
+) -> None:
+    @timeless
+    async def ends() -> None:
+        told, error, took_s = await see(*before, (0.2, lost), (0.3, D_DONE), stream=stream, needs_prefill=True)
+        assert blame(error)[0] is Leg.PREFILL
+        assert (told.text, told.whole, took_s) == (b"", None, 0.2)
+
+    ends()
+
+
+@timeless
+async def test_a_prefill_whose_answer_is_needed_and_never_comes_is_blamed_in_time() -> None:
+    """However long its decode goes on."""
+    outputs = [(0.1 * number, out("x")) for number in range(1, 200)]
+    for script, stream in (([(0.1, D_DONE)], False), (outputs, True), ([*outputs[:3], (0.4, D_DONE)], True)):
+        told, error, took_s = await see(*script, stream=stream, needs_prefill=True)
+        assert blame(error)[:2] == (Leg.PREFILL, FailureKind.TIMEOUT)
+        assert (told.text, told.whole, took_s) == (b"", None, LIMITS.first_output_s)
+    _, error, took_s = await see((0.1, D_DONE), stream=False, needs_prefill=True, within_s=2.0)
+    assert blame(error)[:2] == (Leg.PREFILL, FailureKind.TIMEOUT)
+    assert took_s == 2.0
+
+
+@timeless
+async def test_what_waits_for_a_prefill_is_bounded() -> None:
+    huge = LegOutput([(EventKind.CONTENT, b"x" * (48 * 1024 * 1024))])
+    script = [(0.1, huge), (0.2, huge), (0.3, out("a")), (0.4, P_DONE)]
+    told, error, took_s = await see(*script, needs_prefill=True)
+    assert blame(error)[:2] == (Leg.PREFILL, FailureKind.TIMEOUT)
+    assert (told.text, took_s) == (b"", 0.3)
+    _, error, _ = await see((0.1, P_DONE), *script[:3], (0.5, D_DONE), needs_prefill=True)
+    assert error is None, "what was passed on waits no more"
+
+
+@timeless
+async def test_after_its_answer_a_prefill_matters_no_more_to_what_needed_it() -> None:
+    told, error, _ = await see((0.1, P_DONE), (0.2, out("a")), (0.3, P_BROKE), (0.4, D_DONE), needs_prefill=True)
+    assert (error, told.text) == (None, b"+a")
 
 
 # ---- failures --------------------------------------------------------------------------------------------------------

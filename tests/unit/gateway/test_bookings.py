@@ -229,3 +229,45 @@ def test_sums_are_those_of_a_naive_model(ops: list[tuple[str, int, EngineId, Eng
             assert bookings.decode_kv_tokens(engine) == sum(each.kv_tokens for each in mine)
             assert bookings.decode_requests(engine) == len(mine)
         assert bookings.live() == len(prefill.keys() | decode.keys())
+
+
+def test_what_is_booked_on_a_rank_is_counted_there_and_on_its_server() -> None:
+    bookings = Bookings()
+    one = replace(booking("one", prompt=100, cached=30, kv=150), prefill_rank=1, decode_rank=0)
+    two = replace(booking("two", prompt=50, kv=60, at_s=1.0), prefill_rank=0, decode_rank=0)
+    for each in (one, two):
+        bookings.book(each)
+    ranks = bookings.on_prefill_ranks(P0, 3, TIMING, 1.0)
+    assert [(on.uncached_tokens, on.requests) for on in ranks] == [(50, 1), (70, 1), (0, 0)]
+    assert bookings.on_decode_ranks(D0, 2) == [(210, 2), (0, 0)]
+    assert bookings.uncached_tokens(P0) == 120
+    alone = Bookings()
+    alone.book(booking("one", prompt=100, cached=30, kv=150))
+    assert ranks[1].queue_s == alone.queue_s(P0, TIMING, 1.0) > 0.0
+    assert bookings.beside(one) == (2, 210)
+    assert alone.beside(booking("one", prompt=100, cached=30, kv=150)) == (1, 150)
+
+
+def test_a_prefill_rank_works_beside_the_others() -> None:
+    """The time that one took is not counted from the end of one on another rank."""
+    bookings = Bookings()
+    one, two = replace(booking("one"), prefill_rank=0), replace(booking("two"), prefill_rank=1)
+    for each in (one, two):
+        bookings.book(each)
+    assert bookings.prefill_done(one, 3.0) == 3.0
+    assert bookings.prefill_done(two, 4.0) == 4.0
+    assert bookings.prefill_done(two, 5.0) is None
+    assert bookings.on_prefill_ranks(P0, 2, TIMING, 5.0) == [(0.0, 0, 0)] * 2
+    assert bookings.release(two, 5.0)
+    assert not bookings.release(two, 6.0)
+
+
+def test_what_others_have_promised_is_spread_over_the_ranks() -> None:
+    bookings = Bookings()
+    bookings.set_others({P0: Totals(4.0, 101, 3), D0: Totals(decode_kv_tokens=301, decode_requests=1)})
+    bookings.book(replace(booking(prompt=100, kv=150), prefill_rank=1, decode_rank=1))
+    first, second = bookings.on_prefill_ranks(P0, 2, TIMING, 0.0)
+    assert first == (2.0, 51, 2)
+    assert (second.uncached_tokens, second.requests) == (151, 3)
+    assert second.queue_s > 2.0
+    assert bookings.on_decode_ranks(D0, 2) == [(151, 1), (301, 2)]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import orjson
 import pytest
 
 from engines.types import EngineId, FailureKind, Leg, Outcome, Stage
 from gateway.explain import AttemptRecord, ExplainRing, Record
-from tests.fakes import decider, request, timeless, up
+from tests.fakes import FACTS, decider, request, timeless, up
 
 
 def record(name: str, *aliases: str) -> Record:
@@ -108,6 +110,27 @@ async def test_what_was_left_out_says_why() -> None:
     decision = await at.submit(request().avoiding(EngineId("http://d1"), None))
     shown = AttemptRecord(decision, 1, 0, 0.0).as_json()
     assert shown["dropped"] == [{"engine": "http://d1", "reason": "this request has failed on it before"}]
+
+
+@timeless
+async def test_what_was_not_paired_says_why() -> None:
+    fleet = up("p0", "d0", "d1")
+    fleet.set_facts(EngineId("http://d1"), replace(FACTS, weight_version="2"))
+    shown = AttemptRecord(await decider(fleet).submit(request()), 1, 0, 0.0).as_json()
+    assert (shown["decode"], shown["pair_note"]) == ("http://d0", None)
+    assert shown["apart"] == [
+        "one pair is not formed (refused), such as http://p0 and http://d1: "
+        "weight_version differs: default / 2 (/update_weight_version)"
+    ]
+
+
+@timeless
+async def test_a_pair_that_fits_with_a_word_has_it() -> None:
+    fleet = up("p0", "d0")
+    fleet.set_facts(EngineId("http://d0"), replace(FACTS, sampling_defaults="openai"))
+    shown = AttemptRecord(await decider(fleet).submit(request()), 1, 0, 0.0).as_json()
+    assert "sampling_defaults differs:  / openai" in shown["pair_note"]
+    assert shown["apart"] == []
 
 
 @timeless

@@ -42,6 +42,8 @@ RECORD = {
             "considered": [CANDIDATE],
             "outcomes": [{"leg": "decode", "kind": "reset", "stage": "streaming", "message": "[/b] lost"}],
             "dropped": [{"engine": "d1", "reason": "health is suspected"}],
+            "pair_note": "version differs: 1 / 2",
+            "apart": ["one pair is not formed"],
         }
     ],
     "attempts_not_shown": 0,
@@ -78,8 +80,28 @@ def test_the_newest_request_is_shown_as_a_table(ask: Any, capsys: pytest.Capture
     code, asked = ask(json.dumps(RECORD).encode())
     out = capsys.readouterr().out
     assert (code, asked) == (0, ["http://127.0.0.1:30000/pdgate/explain/newest"])
-    for said in ("request r1", "policy cost", "p:1", "d:2", "64", "2.0", "-0.5", "2.5", "left out d1", "reset"):
+    for said in (
+        "request r1",
+        "policy cost",
+        "p:1",
+        "d:2",
+        "64",
+        "2.0",
+        "-0.5",
+        "2.5",
+        "left out d1",
+        "reset",
+        "version differs",
+        "not formed",
+    ):
         assert said in out
+
+
+def test_an_older_gateway_says_less(ask: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    (attempt,) = RECORD["attempts"]  # type: ignore[misc]
+    less = {name: value for name, value in attempt.items() if name not in ("pair_note", "apart")}
+    assert ask(json.dumps({**RECORD, "attempts": [less]}).encode())[0] == 0
+    assert "left out d1" in capsys.readouterr().out
 
 
 def test_words_in_brackets_are_shown_as_they_are(ask: Any, capsys: pytest.CaptureFixture[str]) -> None:

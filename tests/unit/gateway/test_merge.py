@@ -8,7 +8,15 @@ from typing import Any
 import orjson
 import pytest
 
-from gateway.merge import UsageMerger, chat_chunk, generate_chunk, merge_chat, merge_completions, merge_generate
+from gateway.merge import (
+    UsageMerger,
+    chat_chunk,
+    generate_chunk,
+    merge_best,
+    merge_chat,
+    merge_completions,
+    merge_generate,
+)
 from gateway.merge import merge_usage as merged
 
 
@@ -174,3 +182,67 @@ def test_counts_that_make_no_sense_are_left_out(bad: Any) -> None:
 @pytest.mark.parametrize("choices", [5, None, [None], "x"])
 def test_choices_that_make_no_sense_are_left_out(choices: Any) -> None:
     assert chat_chunk({"choices": choices}, 0, "id", 1)["choices"] == []
+
+
+# ---- the best of several ---------------------------------------------------------------------------------------------
+
+
+def completion(text: str, *logprobs: float | None, generated: int | None = None, **used: Any) -> dict[str, Any]:
+    choice = {"index": 0, "text": text, "logprobs": {"token_logprobs": list(logprobs), "tokens": ["x"] * len(logprobs)}}
+    counts = usage(10, len(logprobs) if generated is None else generated)
+    return {"id": f"engine-{text}", "created": 1, "choices": [choice], "usage": {**counts, **used}}
+
+
+def best(*bodies: dict[str, Any], candidates: int, samples: int = 1, with_logprobs: bool = True) -> dict[str, Any]:
+    return merge_best(bodies, "cmpl-1", 77, candidates, samples, with_logprobs=with_logprobs)
+
+
+def chosen(answer: dict[str, Any]) -> list[tuple[int, str]]:
+    return [(choice["index"], choice["text"]) for choice in answer["choices"]]
+
+
+def test_the_best_have_the_highest_mean_per_token() -> None:
+    """Not the highest sum: that is the shortest."""
+    bodies = completion("short", -2.0), completion("long", -1.0, -1.5, -1.0), completion("bad", -1.0, -9.0)
+    before = copy.deepcopy(bodies)
+    answer = best(*bodies, candidates=3, samples=2)
+    assert chosen(answer) == [(0, "long"), (1, "short")]
+    assert (answer["id"], answer["created"]) == ("cmpl-1", 77)
+    assert bodies == before
+
+
+def test_the_best_are_chosen_prompt_by_prompt() -> None:
+    bodies = completion("a0", -3.0), completion("a1", -1.0), completion("b0", -2.0), completion("b1", -4.0)
+    assert chosen(best(*bodies, candidates=2)) == [(0, "a1"), (1, "b0")]
+
+
+def test_usage_counts_what_was_thrown_away() -> None:
+    answer = best(completion("a", -1.0, -1.0), completion("b", -2.0), completion("c", -3.0, -3.0, -3.0), candidates=3)
+    used = answer["usage"]
+    assert (used["prompt_tokens"], used["completion_tokens"], used["total_tokens"]) == (10, 6, 16)
+
+
+def test_an_echoed_prompt_does_not_count() -> None:
+    """Its log-probabilities are the same for all, but not its share of the mean."""
+    prompt = [None, -20.0, -20.0, -20.0]
+    bodies = completion("a", *prompt, -2.0, generated=1), completion("b", *prompt, -3.0, -3.0, -3.0, -3.0, generated=4)
+    assert chosen(best(*bodies, candidates=2)) == [(0, "a")]
+
+
+def test_equal_candidates_stay_in_order_and_what_says_nothing_is_last() -> None:
+    silent = completion("silent", -0.1)
+    silent["choices"][0]["logprobs"] = None
+    bodies = (
+        silent,
+        completion("none", None),
+        completion("a", -1.0),
+        completion("b", -1.0),
+        completion("0", generated=0),
+    )
+    assert chosen(best(*bodies, candidates=5, samples=5))[:2] == [(0, "a"), (1, "b")]
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_logprobs_that_the_client_did_not_ask_for_are_cut(asked: bool) -> None:
+    (choice,) = best(completion("a", -1.0), completion("b", -2.0), candidates=2, with_logprobs=asked)["choices"]
+    assert (choice["logprobs"] is not None) is asked

@@ -11,6 +11,7 @@ import pytest
 from gateway.errors import GatewayError
 from gateway.openai_api import (
     MAX_CHOICES,
+    MAX_SAMPLES,
     Api,
     ParsedRequest,
     expand,
@@ -69,6 +70,7 @@ def test_a_chat_request_is_read_and_its_unknown_fields_are_kept() -> None:
         include_usage=True,
         model="tiny",
         samples=1,
+        candidates=1,
         prompts=1,
         batched=False,
         max_output_tokens=9,
@@ -187,6 +189,14 @@ def test_a_body_that_is_no_json_object(raw: bytes) -> None:
         (Api.GENERATE, {"text": "a", "sampling_params": {"max_new_tokens": -1}}, "sampling_params.max_new_tokens"),
         (Api.COMPLETIONS, {"prompt": ["a"] * (MAX_CHOICES + 1)}, "prompt"),
         (Api.COMPLETIONS, {"prompt": ["a"] * MAX_CHOICES, "n": 2}, "n"),
+        (Api.COMPLETIONS, {"prompt": ["a"] * MAX_CHOICES, "best_of": 2}, "best_of"),
+        (Api.COMPLETIONS, {"prompt": "a", "best_of": MAX_SAMPLES + 1}, "best_of"),
+        (Api.COMPLETIONS, {"prompt": "a", "best_of": 2, "n": 3}, "best_of"),
+        (Api.COMPLETIONS, {"prompt": "a", "best_of": 0}, "best_of"),
+        (Api.COMPLETIONS, {"prompt": "a", "best_of": 2.0}, "best_of"),
+        (Api.COMPLETIONS, {"prompt": "a", "best_of": "2"}, "best_of"),
+        (Api.COMPLETIONS, {"prompt": "a", "best_of": 2, "stream": True}, "best_of"),
+        (Api.COMPLETIONS, {"prompt": "a", "best_of": 3, "n": 2, "stream": True}, "best_of"),
     ],
 )
 def test_a_refusal_names_the_field(api: Api, fields: dict[str, Any], param: str) -> None:
@@ -221,6 +231,41 @@ def test_prompts_times_samples() -> None:
     ]
     assert [unit.body for unit in units] == [{"prompt": p, "seed": 1} for p in "aaabbb"]
     assert parsed.body["n"] == 3
+
+
+def test_candidates_are_asked_for_one_by_one_and_with_logprobs() -> None:
+    parsed = completions(prompt=["a", "b"], n=1, best_of=2, seed=1)
+    assert (parsed.samples, parsed.candidates) == (1, 2)
+    units = expand(parsed)
+    assert [(unit.prompt_index, unit.sample_index, unit.choice_index) for unit in units] == [
+        (0, 0, 0),
+        (0, 1, 1),
+        (1, 0, 2),
+        (1, 1, 3),
+    ]
+    assert [unit.body for unit in units] == [{"prompt": p, "seed": 1, "logprobs": 0} for p in "aabb"]
+    assert "logprobs" not in parsed.body
+
+
+@pytest.mark.parametrize(
+    ("fields", "sent"),
+    [
+        ({"best_of": 2, "logprobs": 3}, {"logprobs": 3}),
+        ({"best_of": 2, "logprobs": None}, {"logprobs": 0}),
+        ({"best_of": 2, "n": 2}, {}),
+        ({"best_of": 2, "n": 2, "stream": True}, {"stream": True}),
+        ({"best_of": 1}, {}),
+        ({"best_of": None}, {}),
+    ],
+)
+def test_logprobs_are_added_only_where_the_best_are_chosen(fields: dict[str, Any], sent: dict[str, Any]) -> None:
+    assert expand(completions(prompt="a", **fields))[0].body == {"prompt": "a", **sent}
+
+
+def test_best_of_is_a_field_of_completions_only() -> None:
+    assert chat(best_of=5).candidates == 1
+    assert expand(chat(best_of=5))[0].body["best_of"] == 5
+    assert generate(text="a", sampling_params={"n": 2}).candidates == 2
 
 
 def test_a_list_of_one_prompt_is_still_a_batch() -> None:

@@ -375,3 +375,19 @@ async def test_one_of_several_starts_anew_without_the_others() -> None:
     await first.frames(RID, frames(chat_event("a")))
     await merger.finish()
     assert [(each["choices"][0]["index"]) for each in seen(client)[:-1]] == [1, 1, 0]
+
+
+@pytest.mark.parametrize("asked", [True, False])
+async def test_the_best_of_several_answer(asked: bool) -> None:
+    fields = {"logprobs": 1} if asked else {}
+    reply, client = reply_to(Api.COMPLETIONS, stream=False, best_of=3, n=2, **fields)
+    merger = Merger(reply, 3)
+    for index, value in enumerate((-3.0, -1.0, -2.0)):
+        choice = {"index": 0, "text": f"t{index}", "logprobs": {"token_logprobs": [value]}, "finish_reason": "stop"}
+        body = {"id": RID, "created": 1, "choices": [choice], "usage": usage(10, 1)}
+        await MergedSink(merger, index).answer(RID, orjson.dumps(body))
+    await merger.finish()
+    answer = orjson.loads(client.body)
+    assert [(choice["index"], choice["text"]) for choice in answer["choices"]] == [(0, "t1"), (1, "t2")]
+    assert [choice["logprobs"] is not None for choice in answer["choices"]] == [asked, asked]
+    assert (answer["id"], answer["usage"]["completion_tokens"], answer["usage"]["prompt_tokens"]) == (PUBLIC, 3, 10)
