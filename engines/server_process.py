@@ -12,6 +12,7 @@ import ctypes
 import os
 import signal
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -49,7 +50,7 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-class ServerProcess:
+class ServerProcess(ABC):
     """One server in a child process; `async with` starts and stops it. Ports stay the same over `restart`.
 
     `environment` is added to ours. `log`: the file that its output is appended to; else it goes where ours goes.
@@ -63,7 +64,6 @@ class ServerProcess:
     def __init__(
         self,
         role: Role,
-        command: Sequence[str],
         *,
         host: str,
         port: int,
@@ -77,10 +77,13 @@ class ServerProcess:
         self.port = port
         self.bootstrap_port = bootstrap_port
         self.log = log
-        self._command = command
         self._environment = environment or {}
         self._leads_group = leads_group
         self._process: asyncio.subprocess.Process | None = None
+
+    @abstractmethod
+    def command(self) -> Sequence[str]:
+        """What starts the server, asked at every start."""
 
     @property
     def url(self) -> str:
@@ -104,7 +107,7 @@ class ServerProcess:
         with contextlib.ExitStack() as stack:
             output = stack.enter_context(self.log.open("ab")) if self.log is not None else None
             self._process = await asyncio.create_subprocess_exec(
-                *self._command,
+                *self.command(),
                 env={**os.environ, **self._environment},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,

@@ -100,16 +100,16 @@ class SglangServer(ServerProcess):
     ) -> None:
         free = free_ports(2, host)
         port, bootstrap_port = port or free[0], bootstrap_port or free[1]
-        self.arguments = (*launch.arguments, *launch.by_role.get(role, ()), *arguments)
         own = ["--host", host, "--port", str(port)]
         if role is not Role.PLAIN:
             own += ["--disaggregation-mode", role.value, "--disaggregation-bootstrap-port", str(bootstrap_port)]
+        self.arguments = (*launch.arguments, *launch.by_role.get(role, ()), *arguments, *own)
+        self._python = launch.python
         if log is None:
             log = launch.directory / "logs" / f"{role.value}-{port}.log"
             log.parent.mkdir(exist_ok=True)
         super().__init__(
             role,
-            [launch.python, "-m", "sglang.launch_server", *self.arguments, *own],
             host=host,
             port=port,
             bootstrap_port=bootstrap_port,
@@ -117,3 +117,6 @@ class SglangServer(ServerProcess):
             log=log,
             leads_group=True,
         )
+
+    def command(self) -> Sequence[str]:
+        return (self._python, "-m", "sglang.launch_server", *self.arguments)

@@ -14,7 +14,7 @@ from engines.emulator import contract, wire
 from engines.emulator.output import StopRule
 from engines.emulator.radix import SHARED, CacheNamespace
 from engines.emulator.tokens import chat_text, encode
-from engines.token_rule import TOKEN_BYTES, pack
+from engines.token_rule import TOKEN_BYTES, VOCABULARY_TOKENS, pack, unpack
 
 MAX_ROOM = 2**63 - 1
 _DEFAULT_GENERATE_TOKENS = 128
@@ -77,6 +77,11 @@ class Item:
     @property
     def prompt_tokens(self) -> int:
         return len(self.prompt) // TOKEN_BYTES
+
+    @property
+    def beyond_vocabulary(self) -> bool:
+        """Whether the prompt, given as ids, has one that no embedding exists for."""
+        return not self.text and max(unpack(self.prompt), default=0) >= VOCABULARY_TOKENS
 
     @property
     def reusable_tokens(self) -> int:

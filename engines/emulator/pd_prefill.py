@@ -80,6 +80,8 @@ class PrefillLinks:
         live = self._rank.live_of(job)
         if live is None or job.room is None:
             return
+        if send.last and live.item.beyond_vocabulary:
+            crash("a prompt id is outside the vocabulary")
         if send.last and not -(2**63) <= job.room < 2**63:
             crash(f"room {job.room} does not fit its cell of the metadata row")
         if send.last and live.item.sampling.top_logprobs > _MOST_TOP_LOGPROBS:

@@ -35,6 +35,8 @@ class EmulatedServer(ServerProcess):
             *("--bootstrap-port", str(bootstrap_port), "--speed", str(speed)),
             *arguments,
         )
+        super().__init__(role, host=host, port=port, bootstrap_port=bootstrap_port)
+
+    def command(self) -> Sequence[str]:
         # -P: a folder called `engines` in the working directory is not ours.
-        command = [sys.executable, "-P", "-m", "engines.emulator", *self.arguments, "--die-with", str(os.getpid())]
-        super().__init__(role, command, host=host, port=port, bootstrap_port=bootstrap_port)
+        return (sys.executable, "-P", "-m", "engines.emulator", *self.arguments, "--die-with", str(os.getpid()))
