@@ -48,7 +48,8 @@ contract: $(VENV)/installed-dev
 	$(BIN)/pytest tests/contract -m 'not long' -n 2 --dist loadfile
 
 scenarios: $(VENV)/installed-dev
-	$(BIN)/pytest tests/scenarios -m 'not long'
+	$(BIN)/pytest tests/scenarios -m 'not long and not alone' -n 2 --dist loadfile
+	$(BIN)/pytest tests/scenarios -m 'alone and not long'
 
 check: lint types unit
 

@@ -14,7 +14,7 @@ from tests.scenarios.cluster import Cluster, eventually
 from tests.scenarios.phases import BOOTSTRAP, PHASES, Asked, Phase, hold_at
 from tests.scenarios.recorder import Call
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.alone]
 
 each_phase = pytest.mark.parametrize("phase", PHASES, ids=str)
 

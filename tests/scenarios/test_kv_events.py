@@ -17,7 +17,7 @@ from tests.scenarios.client import ask, chat, expected_text, new_prompt
 from tests.scenarios.cluster import Cluster, GatewayProcess, eventually
 from tests.scenarios.test_replicas import agreed, attempt_of, owners
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.alone]
 
 PAGE = 64
 ROOM_TOKENS = 4096

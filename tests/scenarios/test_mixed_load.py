@@ -26,7 +26,7 @@ from tests.scenarios.cluster import Cluster, eventually
 from tests.scenarios.history import Told, problems
 from tests.scenarios.phases import noticed
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.alone]
 
 REQUESTS, AT_ONCE = 100, 16
 DEADLINE_S = 60.0

@@ -12,7 +12,7 @@ from tests.scenarios.client import Answer, ask, chat, new_prompt
 from tests.scenarios.cluster import Cluster, Hold, eventually
 from tests.scenarios.phases import Asked
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.alone]
 
 QUEUE_S = 2.0
 POOL_TOKENS = 4_000
