@@ -8,10 +8,6 @@ from __future__ import annotations
 
 from enum import Enum
 
-HOLD_S = 0.02
-"""The decode's first output waits this long for the prefill's answer, which normally comes first: an answer of
-`finish_reason abort` says that the decode is about to stream from incomplete KV."""
-
 LOSS_GRACE_S = 0.3
 """A prefill whose connection broke may have handed over just before: wait this long for the decode's first output."""
 
@@ -55,7 +51,8 @@ class Action(Enum):
     KEEP = "keep"
     """Keep this output; the timer is running already."""
     HOLD = "hold"
-    """Keep this output (if it is one) and start the HOLD_S timer."""
+    """Keep this output (if it is one), and wait for the prefill's answer as long as `failover/hold.py` says: one of
+    `finish_reason abort` tells that the decode is about to stream from incomplete KV."""
     WAIT_GRACE = "wait_grace"
     """Start the LOSS_GRACE_S timer."""
     HAND_OVER = "hand_over"

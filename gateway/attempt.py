@@ -13,6 +13,7 @@ from engines.pair import Frames, LegAnswer, LegEvent, LegFailed, LegOutput, Pair
 from engines.sse_frames import EventKind
 from engines.types import FailureKind, Leg, Outcome, Stage
 from failover import phase as table
+from failover.hold import FIRST_HOLD_S
 from failover.machine import breaks
 from failover.phase import Action, Event, Phase
 from failover.retry import blamed
@@ -46,6 +47,9 @@ class Observer(Protocol):
     def progress(self, leg: Leg, now_s: float) -> None:
         """Something good came from a leg."""
 
+    def prefill_lagged(self, lag_s: float) -> None:
+        """The prefill of a stream answered so long after its decode's first output; 0 where it was first."""
+
     def noted(self, outcome: Outcome) -> None:
         """A leg failed; `outcome` has its stage."""
 
@@ -78,6 +82,8 @@ class _Progress:
 
     phase: Phase
     silent_since_s: float
+    hold_s: float
+    first_output_s: float | None = None
     timer_s: float | None = None
     timer_event: Event = Event.HOLD_PASSED
     kept: list[tuple[EventKind, bytes]] = field(default_factory=list)
@@ -86,13 +92,21 @@ class _Progress:
     outcomes: list[Outcome] = field(default_factory=list)
 
 
-async def follow(run: PairRun, sink: Sink, observer: Observer, limits: DeadlineConfig, deadline_s: float) -> None:
+async def follow(
+    run: PairRun,
+    sink: Sink,
+    observer: Observer,
+    limits: DeadlineConfig,
+    deadline_s: float,
+    hold_s: float = FIRST_HOLD_S,
+) -> None:
     """See an attempt through; returns when its whole answer is in the sink.
 
+    `hold_s`: how long the first output may wait for the prefill's answer.
     Raises AttemptFailed. Leaves open legs open: the caller lets go of them, also when this is cancelled.
     """
     clock = asyncio.get_running_loop().time
-    progress = _Progress(Phase.DISPATCHED, silent_since_s=clock())
+    progress = _Progress(Phase.DISPATCHED, clock(), hold_s)
     while progress.phase is not Phase.DONE:
         due_s, due_event = _next_due(progress, run.attempt.stream, limits, deadline_s)
         try:
@@ -153,13 +167,17 @@ async def _act(
         observer.noted(outcome)
     if isinstance(happened, LegAnswer):
         observer.progress(happened.leg, now_s)
+        if happened.leg is Leg.PREFILL and run.attempt.stream:
+            observer.prefill_lagged(0.0 if progress.first_output_s is None else now_s - progress.first_output_s)
     if isinstance(happened, LegOutput):
+        if progress.first_output_s is None:
+            progress.first_output_s = now_s
         observer.progress(Leg.DECODE, now_s)
         progress.kept.extend(happened.frames)
         progress.kept_bytes += sum(len(frame) for _, frame in happened.frames)
     match action:
         case Action.HOLD:
-            progress.timer_s, progress.timer_event = now_s + table.HOLD_S, Event.HOLD_PASSED
+            progress.timer_s, progress.timer_event = now_s + progress.hold_s, Event.HOLD_PASSED
         case Action.WAIT_GRACE:
             progress.timer_s, progress.timer_event = now_s + table.LOSS_GRACE_S, Event.GRACE_PASSED
         case Action.HAND_OVER:

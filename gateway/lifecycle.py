@@ -214,7 +214,8 @@ async def _attempt(
         run = PairRun(attempt, gw.strategy, gw.upstream, gw.monitor.leg_failed)
         run.start()
         try:
-            await follow(run, sink, observer, gw.config.deadlines, story.deadline_s)
+            hold_s = gw.decider.learned.hold_s(decision.prefill.engine_id)
+            await follow(run, sink, observer, gw.config.deadlines, story.deadline_s, hold_s)
         except AttemptFailed as failed:
             gw.metrics.attempt("failed")
             return failed

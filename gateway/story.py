@@ -48,6 +48,9 @@ class AttemptObserver:
     def progress(self, leg: Leg, now_s: float) -> None:
         self._gw.monitor.progress(self._decision.pair[leg is Leg.DECODE], now_s)
 
+    def prefill_lagged(self, lag_s: float) -> None:
+        self._gw.decider.learned.saw_lag(self._decision.prefill.engine_id, lag_s)
+
     def noted(self, outcome: Outcome) -> None:
         self._note.note(outcome)
         self._gw.metrics.leg_failed(outcome)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from engines.pair import Frames, LegAnswer, LegEvent, LegFailed, LegOutput
 from engines.sse_frames import EventKind
 from engines.types import FailureKind, Leg, Outcome, Stage
-from failover.phase import HOLD_S, LOSS_GRACE_S
+from failover.hold import FIRST_HOLD_S as HOLD_S
+from failover.phase import LOSS_GRACE_S
 from gateway.attempt import AttemptFailed, follow
 from gateway.config import DeadlineConfig
 from tests.fakes import attempt, now_s, timeless
@@ -116,6 +117,9 @@ class Seen:
 
     def progress(self, leg: Leg, now_s: float) -> None: ...
 
+    def prefill_lagged(self, lag_s: float) -> None:
+        assert lag_s >= 0
+
     def noted_(self, outcome: Outcome) -> None:
         self.noted.append(outcome)
 
@@ -127,6 +131,7 @@ class Observer:
         self.handed_over = seen.handed_over_
         self.first_output = seen.first_output
         self.progress = seen.progress
+        self.prefill_lagged = seen.prefill_lagged
         self.noted = seen.noted_
 
 

@@ -10,7 +10,8 @@ import pytest
 from engines.pair import Frames, LegAnswer, LegEvent, LegFailed, LegOutput
 from engines.sse_frames import EventKind
 from engines.types import FailureKind, Leg, Outcome, Stage
-from failover.phase import HOLD_S, LOSS_GRACE_S
+from failover.hold import FIRST_HOLD_S as HOLD_S
+from failover.phase import LOSS_GRACE_S
 from gateway.attempt import CLIENT_PATIENCE_S, AttemptFailed, follow
 from gateway.config import DeadlineConfig
 from tests.fakes import attempt, now_s, timeless
@@ -73,6 +74,7 @@ class Told:
         self.outcomes: list[Outcome] = []
         self.prefill_answers: list[bytes | None] = []
         self.signs: list[Leg] = []
+        self.lags_s: list[float] = []
 
     def _say(self, what: str) -> None:
         self.log.append((round(now_s() - self._run.begun_s, 6), what))
@@ -98,6 +100,9 @@ class Told:
     def progress(self, leg: Leg, now_s: float) -> None:
         self.signs.append(leg)
 
+    def prefill_lagged(self, lag_s: float) -> None:
+        self.lags_s.append(round(lag_s, 6))
+
     def noted(self, outcome: Outcome) -> None:
         self._say(f"{outcome.leg} {outcome.kind} {outcome.stage}")
         self.outcomes.append(outcome)
@@ -110,13 +115,14 @@ async def see(
     within_s: float = 100.0,
     slow_s: float = 0.0,
     needs_prefill: bool = False,
+    hold_s: float = HOLD_S,
 ) -> tuple[Told, AttemptFailed | None, float]:
     """What was told, how it failed, and after how long."""
     run = Scripted(*script, stream=stream, needs_prefill=needs_prefill)
     told = Told(run, slow_s)
     error = None
     try:
-        await follow(run, told, told, limits, run.begun_s + within_s)  # type: ignore[arg-type]
+        await follow(run, told, told, limits, run.begun_s + within_s, hold_s)  # type: ignore[arg-type]
     except AttemptFailed as caught:
         error = caught
     return told, error, round(now_s() - run.begun_s, 6)
@@ -163,6 +169,31 @@ async def test_first_output_waits_no_longer_than_the_hold() -> None:
     told, error, _ = await see((0.1, out("a")), (0.115, out("b")), (0.5, P_DONE), (0.6, D_DONE))
     assert error is None
     assert told.log[:3] == [(round(0.1 + HOLD_S, 6), what) for what in ("handed over", "first output", "frames")]
+
+
+@timeless
+async def test_the_hold_is_as_long_as_it_is_said_to_be() -> None:
+    told, _, _ = await see((0.1, out("a")), (0.13, P_DONE), (0.6, D_DONE), hold_s=0.05)
+    assert told.log[0][0] == 0.13
+    told, _, _ = await see((0.1, out("a")), (0.13, P_DONE), (0.6, D_DONE), hold_s=0.01)
+    assert told.log[0][0] == 0.11
+
+
+@timeless
+@pytest.mark.parametrize(
+    ("prefill_s", "lag_s"), [(0.05, 0.0), (0.11, 0.01), (0.5, 0.4)], ids=["first", "in time", "late"]
+)
+async def test_how_late_a_prefill_was_is_told(prefill_s: float, lag_s: float) -> None:
+    script = sorted([(0.1, out("a")), (prefill_s, P_DONE), (0.2, out("b")), (0.6, D_DONE)], key=lambda each: each[0])
+    told, _, _ = await see(*script)
+    assert told.lags_s == [lag_s]
+
+
+@timeless
+async def test_of_whole_answers_no_lag_is_told() -> None:
+    """Their first output is not seen."""
+    told, _, _ = await see((0.1, P_DONE), (0.5, D_DONE), stream=False)
+    assert told.lags_s == []
 
 
 @timeless
