@@ -10,6 +10,7 @@ import math
 import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import filterfalse
 from typing import Any, TypeGuard
 
 import orjson
@@ -95,17 +96,19 @@ POISON_TABLE = (
     Poison("input_ids", "the list of token ids is empty; send at least one"),
     Poison("min_p", "min_p above 0 with a seed ends a server in deterministic mode; drop one of the two"),
     Poison("beam_width", "beam search is not supported on a prefill/decode pair; leave it out or send 1"),
+    Poison("token ids", "every token id must be one of the model's vocabulary, whose ids begin at 0"),
     Poison("integer", "integers must fit into 64 bits"),
 )
-_INTEGER = POISON_TABLE[-1]
+_TOKEN_IDS, _INTEGER = POISON_TABLE[-2:]
 
 
-def poison(body: Mapping[str, Any]) -> tuple[str, str] | None:
+def poison(body: Mapping[str, Any], vocabulary_tokens: int | None = None) -> tuple[str, str] | None:
     """The first field of `body` that must not reach a PD server, with the reason in words for the client.
 
     `body` is one engine request of any of the three generation routes; `sampling_params` is looked into.
+    `vocabulary_tokens` is the number of ids that the model has, None where it is not known.
     """
-    return poisonous_field(body) or poisonous_integer(body)
+    return poisonous_field(body) or poisonous_ids(body, vocabulary_tokens) or poisonous_integer(body)
 
 
 def poisonous_field(body: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -117,6 +120,44 @@ def poisonous_field(body: Mapping[str, Any]) -> tuple[str, str] | None:
             if row.field in source and _is_poison(row.field, source[row.field], source, body):
                 return prefix + row.field, row.reason
     return None
+
+
+def poisonous_ids(body: Mapping[str, Any], vocabulary_tokens: int | None) -> tuple[str, str] | None:
+    """`poison` by token ids that the model does not have: those of its prompts, and those to stop at.
+
+    `body` may also be a whole batch. Of a prompt only integers are judged; of a stop, whatever the engine makes one of.
+    A stop ends a server only where it or a neighbour of its batch has a least length: nobody can tell which will.
+    """
+    reason = _TOKEN_IDS.reason
+    if vocabulary_tokens is not None:
+        reason = f"{reason}; it has {vocabulary_tokens}, so {vocabulary_tokens - 1} is the last"
+    for name in ("input_ids", "prompt"):
+        if _has_foreign_id(body.get(name), vocabulary_tokens):
+            return name, reason
+    params = body.get("sampling_params")
+    inner = [("sampling_params.", each) for each in (params if isinstance(params, list) else [params])]
+    for prefix, source in [("", body), *inner]:
+        stops = source.get("stop_token_ids") if source is not None else None
+        if isinstance(stops, list) and _is_foreign(filterfalse(math.isnan, map(_number, stops)), vocabulary_tokens):
+            return prefix + "stop_token_ids", reason
+    return None
+
+
+def _has_foreign_id(prompt: Any, vocabulary_tokens: int | None) -> bool:
+    """Whether a prompt, or one of a list of prompts, holds an integer that is no token of the vocabulary."""
+    if not isinstance(prompt, list):
+        return False
+    kinds = set(map(type, prompt))
+    if int in kinds:
+        ids = prompt if len(kinds) == 1 else [each for each in prompt if type(each) is int]
+        if _is_foreign(ids, vocabulary_tokens):
+            return True
+    return list in kinds and any(_has_foreign_id(each, vocabulary_tokens) for each in prompt)
+
+
+def _is_foreign(ids: Iterable[float], vocabulary_tokens: int | None) -> bool:
+    ids = ids if isinstance(ids, list) else [*ids]
+    return min(ids, default=0) < 0 or (vocabulary_tokens is not None and max(ids, default=0) >= vocabulary_tokens)
 
 
 def poisonous_integer(body: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -142,8 +183,8 @@ def _is_poison(name: str, value: Any, source: Mapping[str, Any], body: Mapping[s
             return _number(value) > 0 and seeded
         case "return_sampling_mask":
             return bool(value)
-        case "integer":
-            return False  # no field, but a rule for all
+        case "token ids" | "integer":
+            return False  # no field, but a rule for several
         case _:
             return value is not None
 

@@ -10,12 +10,13 @@ from hashlib import blake2b
 
 import orjson
 
-from engines.sglang_wire import MAX_DEPTH, poisonous_field, poisonous_integer, too_deep
+from engines.sglang_wire import MAX_DEPTH, poisonous_field, poisonous_ids, poisonous_integer, too_deep
 from engines.types import Stage
 from gateway import openai_api
 from gateway.context import Gateway
 from gateway.errors import bad_request, upstream_failed
 from gateway.openai_api import ParsedRequest, Unit
+from gateway.prompt import vocabulary_tokens
 
 MAX_FIELDS = 1000
 """A body is copied for every prompt of a batch."""
@@ -37,7 +38,8 @@ def admit(gw: Gateway, request: ParsedRequest) -> tuple[Unit, ...]:
             f"{len(units)} engine requests that repeat {shared_bytes} bytes are too much at once; send several requests"
         )
         raise bad_request(text, param="prompt")
-    found = poisonous_integer(request.body)
+    vocabulary = vocabulary_tokens(gw, request.model or next(iter(models), ""))
+    found = poisonous_integer(request.body) or poisonous_ids(request.body, vocabulary)
     for unit in units if request.batched else units[:1]:
         if (found := found or poisonous_field(unit.body)) is not None:
             raise bad_request(f"{found[0]}: {found[1]}", param=found[0], code="unsupported_field")

@@ -144,6 +144,12 @@ def request_view(
     )
 
 
+def vocabulary_tokens(gw: Gateway, model: str) -> int | None:
+    """How many token ids this model has; None unless its engines were found to use the tokenizer that is here."""
+    proven = gw.joins.of(model).kind is BlockKind.IDS
+    return gw.tokenizer.vocabulary_tokens if proven and gw.tokenizer is not None else None
+
+
 # ---- blocks and namespaces -------------------------------------------------------------------------------------------
 
 

@@ -51,7 +51,10 @@ class Untokenized(Exception):
 
 
 class Tokenizer:
-    """Prompts to ids. `fingerprint` names tokenizer and template: equal ones give equal ids."""
+    """Prompts to ids. `fingerprint` names tokenizer and template: equal ones give equal ids.
+
+    `vocabulary_tokens` is one more than the highest id, added tokens included.
+    """
 
     def __init__(
         self, model: tokenizers.Tokenizer, template: ChatTemplate | None, bos_id: int | None, fingerprint: str
@@ -65,6 +68,7 @@ class Tokenizer:
         self._waiting = 0
         self._closed = False
         self.fingerprint = fingerprint
+        self.vocabulary_tokens = 1 + max(model.get_vocab(with_added_tokens=True).values(), default=-1)
 
     def ids(self, api: Api, body: Mapping[str, Any]) -> array[int]:
         """The ids of one prompt's body, as unsigned 32-bit words; raises Untokenized."""

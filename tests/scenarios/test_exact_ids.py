@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from engines.emulator.tokenizer_files import FOLDER
 from engines.emulator.tokens import chat_text, encode
-from engines.token_rule import TOKEN_BYTES
+from engines.token_rule import TOKEN_BYTES, VOCABULARY_TOKENS
 from tests.scenarios.client import CHAT, COMPLETIONS, GENERATE, chat, completion, new_prompt
 from tests.scenarios.cluster import Cluster, GatewayProcess, eventually
 
@@ -85,6 +85,35 @@ async def test_apis_share_what_is_cached(exact: Cluster) -> None:
     assert await predicted_and_found(exact, COMPLETIONS, completion(text, 5)) == (tokens, hit, hit)
     generate = {"text": text, "sampling_params": {"temperature": 0, "max_new_tokens": 5}}
     assert await predicted_and_found(exact, GENERATE, generate) == (tokens, hit, hit)
+
+
+BEYOND = [5, VOCABULARY_TOKENS]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        (GENERATE, {"input_ids": BEYOND}, "input_ids"),
+        (GENERATE, {"input_ids": [[5, 6], BEYOND]}, "input_ids"),
+        (GENERATE, {"input_ids": [5, -1]}, "input_ids"),
+        (GENERATE, {"text": "a", "sampling_params": {"stop_token_ids": BEYOND}}, "sampling_params.stop_token_ids"),
+        (COMPLETIONS, completion(BEYOND), "prompt"),
+        (COMPLETIONS, completion([[5, 6], BEYOND]), "prompt"),
+        (CHAT, chat("hello", input_ids=BEYOND), "input_ids"),
+    ],
+)
+async def test_ids_that_the_model_lacks_reach_no_server(
+    exact: Cluster, path: str, body: dict[str, Any], field: str
+) -> None:
+    """A prefill would die of them."""
+    before = [server.pid for server in exact.servers]
+    async with exact.http.post(exact.url + path, json=body) as reply:
+        assert reply.status == 400, await reply.text()
+        error = (await reply.json())["error"]
+    assert error["param"] == field
+    assert -1 in body.get("input_ids", ()) or f"it has {VOCABULARY_TOKENS}" in error["message"]
+    assert [server.pid for server in exact.servers if server.returncode is None] == before
+    await post(exact, COMPLETIONS, completion([5, VOCABULARY_TOKENS - 1], 3))
 
 
 async def test_a_gateway_that_cannot_read_the_files_says_which(tmp_path: Path) -> None:

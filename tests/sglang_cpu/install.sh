@@ -9,7 +9,6 @@ mkdir -p "$dir/logs"
 dir=$(cd "$dir" && pwd)
 log=$dir/install.log
 began=$SECONDS
-: >"$log"
 
 say() { echo "[$((SECONDS - began)) s] $*"; }
 fail() { echo "make sglang: $*" >&2; exit 1; }
@@ -19,7 +18,7 @@ fail() { echo "make sglang: $*" >&2; exit 1; }
     fail "$python is no Python 3.11 or 3.12: set PYTHON=/path/to/python3.11"
 
 # ---- packages: torch first and alone, since sglang's own pins would bring CUDA builds -------------------------------
-wanted=$(cat "$here"/requirements*.txt "$here/install.sh" | sha256sum | cut -c1-16)
+wanted=$(cat "$here"/requirements*.txt | sha256sum | cut -c1-16)
 venv=$dir/venv
 if [ "$(cat "$venv/installed" 2>/dev/null)" != "$wanted" ]; then
     left=$(df -Pk "$dir" | awk 'NR == 2 {print int($4 / 1024 / 1024)}')

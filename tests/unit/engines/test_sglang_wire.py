@@ -54,6 +54,11 @@ REFUSED: dict[str, list[dict[str, Any]]] = {
     "input_ids": [{"input_ids": []}, {"input_ids": [[1], []]}],
     "min_p": [{"min_p": 0.1, "seed": 0}, {"min_p": 1, "sampling_seed": 3}, {"min_p": "0.1", "seed": 1}],
     "beam_width": [{"beam_width": 2}],
+    "token ids": [
+        *({name: bad} for name in ("input_ids", "prompt") for bad in ([-1], [5, -1, 7], [[5], [6, -7]], [[-(2**63)]])),
+        *({"stop_token_ids": bad} for bad in ([-1], [2, -1], [None, "-1"], [-2.0])),
+        *({"prompt": ["text", other, -1]} for other in (True, 1.5, "-1", None, {})),
+    ],
     "integer": [{"seed": 2**63}, {"seed": -(2**63) - 1}, {"seed": 2**64 - 1}],
 }
 ACCEPTED: dict[str, list[dict[str, Any]]] = {
@@ -71,6 +76,13 @@ ACCEPTED: dict[str, list[dict[str, Any]]] = {
     "input_ids": [{"input_ids": [0]}, {"input_ids": [[1], [2]]}, {"input_ids": None}],
     "min_p": [{"min_p": 0.1}, {"min_p": 0, "seed": 1}, {"seed": 1}],
     "beam_width": [{"beam_width": 1}],
+    "token ids": [
+        *({name: good} for name in ("input_ids", "prompt") for good in ([0], [5, 2**40], [[0], [5, 6]], None)),
+        *({"prompt": text} for text in ("-1", "", ["-1", "-2"], [], [[]], [True, 1.5, "-1", None, {}], [-1.5], 7, {})),
+        *({"stop_token_ids": good} for good in ([0, 7], [], [None, "text", "7", True], [[-1]], None, -1, "-1", {})),
+        {"logit_bias": {"-1": 1.0}},
+        {"token_ids_logprob": [-1]},
+    ],
     "integer": [{"seed": 2**63 - 1}, {"seed": -(2**63)}, {"temperature": 1e18}, {"flag": True}],
 }
 
@@ -88,7 +100,7 @@ def test_every_row_of_the_poison_table_has_cases() -> None:
 def test_poison_is_refused_by_name(name: str, body: dict[str, Any]) -> None:
     found = wire.poison({"model": "tiny", **body})
     assert found is not None
-    assert found[0] == ("seed" if name == "integer" else name)
+    assert found[0] == (next(iter(body)) if name in ("token ids", "integer") else name)
     assert found[1] == next(row.reason for row in wire.POISON_TABLE if row.field == name)
 
 
@@ -102,6 +114,44 @@ def test_sampling_params_are_looked_into(name: str) -> None:
     found = wire.poison({"text": "hi", "sampling_params": REFUSED[name][0]})
     assert found is not None
     assert found[0] == f"sampling_params.{name}"
+
+
+VOCABULARY_TOKENS = 2048
+FOREIGN = [2047, 2048, 1_000_000]
+"""The last id of the vocabulary, then two that it does not have."""
+
+
+@pytest.mark.parametrize("name", ["input_ids", "prompt", "stop_token_ids"])
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("token", FOREIGN)
+def test_ids_beyond_a_known_vocabulary_are_refused_with_its_size(name: str, nested: bool, token: int) -> None:
+    body: dict[str, Any] = {name: [5, token, 6]}
+    if nested and name == "stop_token_ids":
+        body = {"sampling_params": body}
+    elif nested:
+        body = {name: [[5], [6, token]]}
+    assert wire.poison(body) is None, "nothing is known of the vocabulary"
+    found = wire.poison(body, VOCABULARY_TOKENS)
+    if token < VOCABULARY_TOKENS:
+        assert found is None
+    else:
+        assert found is not None
+        assert found[0] == ("sampling_params.stop_token_ids" if nested and name == "stop_token_ids" else name)
+        assert "it has 2048, so 2047 is the last" in found[1]
+
+
+@pytest.mark.parametrize("token", [-1, VOCABULARY_TOKENS])
+def test_a_stop_of_one_prompt_of_a_batch_is_found(token: int) -> None:
+    batch = {"text": ["a", "b"], "sampling_params": [{}, {"stop_token_ids": [token]}, None, 7]}
+    found = wire.poisonous_ids(batch, VOCABULARY_TOKENS)
+    assert found is not None
+    assert found[0] == "sampling_params.stop_token_ids"
+
+
+def test_what_is_no_token_id_is_not_judged_by_a_known_vocabulary() -> None:
+    prompts = ("9999", ["9999"], [True, 9999.5, "9999", None, {}], [["9999"], [None]])
+    assert [wire.poison({"prompt": prompt}, VOCABULARY_TOKENS) for prompt in prompts] == [None] * len(prompts)
+    assert wire.poison({"seed": 9999, "logit_bias": {"9999": 1}, "x": [9999]}, VOCABULARY_TOKENS) is None
 
 
 @pytest.mark.parametrize("number", ["18446744073709551616", "-9223372036854775809", "9223372036854775808", "1e19"])

@@ -268,6 +268,7 @@ class Counting:
 
     def __init__(self, own: Tokenizer) -> None:
         self.own, self.fingerprint, self.asked = own, own.fingerprint, 0
+        self.vocabulary_tokens = own.vocabulary_tokens
 
     def ids(self, api: Api, body: Any) -> array[int]:
         self.asked += 1

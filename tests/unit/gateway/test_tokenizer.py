@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from engines.emulator.tokenizer_files import FOLDER, tokenizer_files
+from engines.token_rule import VOCABULARY_TOKENS
 from gateway import tokenizer
 from gateway.config import ConfigError, TokenizerConfig
 from gateway.openai_api import Api
@@ -67,6 +68,16 @@ def test_a_folder_and_its_file_are_the_same() -> None:
     by_folder, by_file = load(FOLDER), load(FOLDER / "tokenizer.json")
     assert by_folder.fingerprint == by_file.fingerprint
     assert by_folder.ids(Api.CHAT, CHAT) == by_file.ids(Api.CHAT, CHAT)
+
+
+def test_the_vocabulary_ends_after_its_highest_id(tmp_path: Path) -> None:
+    assert load(FOLDER).vocabulary_tokens == VOCABULARY_TOKENS
+    added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    config = {"added_tokens_decoder": {"2048": {"content": "<|mine|>", **added}}}
+    assert load(folder(tmp_path, config=config)).vocabulary_tokens == VOCABULARY_TOKENS + 1
+    model = json.loads(tokenizer_files()["tokenizer.json"])["model"]
+    model["vocab"]["far"] = 5000
+    assert load(folder(tmp_path, model=model)).vocabulary_tokens == 5001, "whatever ids are missing"
 
 
 def test_the_template_is_the_first_that_is_found(tmp_path: Path) -> None:
