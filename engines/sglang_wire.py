@@ -137,7 +137,7 @@ def poisonous_ids(body: Mapping[str, Any], vocabulary_tokens: int | None) -> tup
     params = body.get("sampling_params")
     inner = [("sampling_params.", each) for each in (params if isinstance(params, list) else [params])]
     for prefix, source in [("", body), *inner]:
-        stops = source.get("stop_token_ids") if source is not None else None
+        stops = source.get("stop_token_ids") if isinstance(source, Mapping) else None
         if isinstance(stops, list) and _is_foreign(filterfalse(math.isnan, map(_number, stops)), vocabulary_tokens):
             return prefix + "stop_token_ids", reason
     return None

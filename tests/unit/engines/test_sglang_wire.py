@@ -142,7 +142,7 @@ def test_ids_beyond_a_known_vocabulary_are_refused_with_its_size(name: str, nest
 
 @pytest.mark.parametrize("token", [-1, VOCABULARY_TOKENS])
 def test_a_stop_of_one_prompt_of_a_batch_is_found(token: int) -> None:
-    batch = {"text": ["a", "b"], "sampling_params": [{}, {"stop_token_ids": [token]}, None, 7]}
+    batch = {"text": ["a", "b"], "sampling_params": [{}, None, 7, {"stop_token_ids": [token]}]}
     found = wire.poisonous_ids(batch, VOCABULARY_TOKENS)
     assert found is not None
     assert found[0] == "sampling_params.stop_token_ids"
