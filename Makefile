@@ -60,6 +60,7 @@ sglang:
 
 test-sglang: $(VENV)/installed-dev sglang
 	$(SGLANG) $(BIN)/pytest tests/sglang --timeout 600
+	$(SGLANG) $(BIN)/python -m tests.conformance --fault-free
 
 smoke-sglang: $(VENV)/installed-dev sglang
 	$(SGLANG) $(BIN)/pytest tests/sglang -m smoke --timeout 600
