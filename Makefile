@@ -4,7 +4,7 @@ PYTHON ?= $(shell command -v python3.12 >/dev/null 2>&1 && python3.12 --version 
 VENV ?= .venv
 BIN := $(VENV)/bin
 SGLANG_DIR ?= $(shell echo $${PDGATE_SGLANG_DIR:-$${XDG_CACHE_HOME:-$$HOME/.cache}/pdgate/sglang-0.5.23})
-SGLANG := PDGATE_SGLANG_DIR=$(SGLANG_DIR)
+SGLANG := PDGATE_SGLANG_DIR="$(SGLANG_DIR)"
 
 .PHONY: help demo install check lint types unit contract scenarios test sglang test-sglang smoke-sglang conformance test-long clean
 
@@ -14,7 +14,9 @@ help:
 	@echo 'make test       check + contract + scenarios on real processes'
 	@echo 'make test-long  every criterion at its full size'
 	@echo 'make sglang     an environment that runs a real SGLang on a CPU'
-	@echo 'make test-sglang  pdgate in front of it; make conformance: the emulator held to it'
+	@echo 'make test-sglang  pdgate in front of it; make smoke-sglang: eight cases of that'
+	@echo 'make conformance  the emulator held to it, case by case'
+	@echo 'make clean      remove what was installed. PYTHON=, VENV=, SGLANG_DIR= say where things are'
 
 demo: $(VENV)/installed
 	$(BIN)/pdgate demo
@@ -56,7 +58,7 @@ check: lint types unit
 test: check contract scenarios
 
 sglang:
-	PYTHON=$(PYTHON) tests/sglang_cpu/install.sh $(SGLANG_DIR)
+	PYTHON=$(PYTHON) tests/sglang_cpu/install.sh "$(SGLANG_DIR)"
 
 test-sglang: $(VENV)/installed-dev sglang
 	$(SGLANG) $(BIN)/pytest tests/sglang --timeout 600

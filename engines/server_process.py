@@ -141,7 +141,12 @@ class ServerProcess(ABC):
         return f"{self.role} server on port {self.port}"
 
     def _told(self) -> str:
-        return f"; its output is in {self.log}" if self.log is not None else ""
+        """The end of its output, which mostly says why, and where the rest is."""
+        if self.log is None:
+            return ""
+        said = self.log.read_text(errors="replace").split("\n") if self.log.exists() else []
+        last = next((line.strip() for line in reversed(said) if line.strip()), "it has said nothing")
+        return f": {last[:300]} (its output: {self.log})"
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal (SIGSTOP, SIGCONT, SIGTERM...) without waiting for anything; to its children too.

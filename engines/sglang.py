@@ -146,7 +146,11 @@ class SglangEngine:
         if spec.role is not Role.PREFILL:
             return None, ()
         base = f"http://{spec.bootstrap_host}:{spec.bootstrap_port or _DEFAULT_BOOTSTRAP_PORT}"
-        reply = await self._upstream.fetch("GET", base + about.ROUTE_PROBE, timeout_s=timeout_s)
+        try:
+            reply = await self._upstream.fetch("GET", base + about.ROUTE_PROBE, timeout_s=timeout_s)
+        except UpstreamError as error:
+            error.message = f"its bootstrap server, {base} by --prefill URL PORT, does not answer: {error.message}"
+            raise
         if reply.status != 200:
             raise ValueError(f"the bootstrap server {base} answers {reply.status} to /route")
         route = _object(reply.body, "/route")

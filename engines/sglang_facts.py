@@ -195,7 +195,9 @@ def join_lines(role: Role, facts: EngineFacts) -> tuple[str, tuple[str, ...]]:
     if not facts.cache_report:
         advice.append(f"start it with --enable-cache-report: {_WHY_CACHE_REPORT[role]}")
     if role is Role.PREFILL and facts.radix_cache and facts.kv_events is None:
-        advice.append("start it with --kv-events-config: else pdgate guesses what its prefix cache has evicted")
+        advice.append(
+            "start it with --kv-events-config, and pdgate with --tokenizer-path: else its evictions are guessed"
+        )
     return is_what, tuple(line for line in advice if line)
 
 

@@ -1,8 +1,9 @@
 """Real SGLang servers as child processes: how they are started is read from an environment's `launch.json`. A shell.
 
 `make sglang` builds an environment that runs on a CPU. To start servers of another one (a GPU machine's, say), write
-its `launch.json` by hand: {"python": the interpreter that has sglang, "environment": {variables}, "arguments": [flags
-of every server, the model among them], "prefill": [...], "decode": [...], "plain": [flags of that role]}.
+its `launch.json` by hand: {"python": path of the interpreter that has sglang, "model_dir": folder of weights and
+tokenizer, "served_model_name": ..., "environment": {variables}, "arguments": [flags of every server, --model-path among
+them], "prefill": [...], "decode": [...], "plain": [flags of that role]}.
 """
 
 from __future__ import annotations
@@ -58,22 +59,40 @@ def load(directory: Path | None = None) -> Launch:
             f"there is no SGLang environment in {directory}: run `make sglang` in a checkout of pdgate, or name another"
             " with --sglang-dir or PDGATE_SGLANG_DIR"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise NoEnvironment(f"{file} cannot be used: {type(error).__name__}: {error}") from error
+    except (OSError, ValueError) as error:
+        raise NoEnvironment(f"{file} cannot be used: {error}") from error
 
 
-def _launch(directory: Path, told: Mapping[str, Any]) -> Launch:
-    if not os.access(told["python"], os.X_OK):
-        raise ValueError(f"python {told['python']!r} is not there or cannot be run; run `make sglang` again")
+def _launch(directory: Path, told: Any) -> Launch:
+    if not isinstance(told, dict):
+        raise ValueError("it holds no JSON object")
+    python = _text(told, "python", "the full path of the interpreter that has sglang")
+    if not os.access(python, os.X_OK):
+        raise ValueError(f"python {python!r} is not there or cannot be run: name the full path of one that has sglang")
+    variables = told.get("environment", {})
+    if not isinstance(variables, dict):
+        raise ValueError('"environment" must be an object of variables')
     return Launch(
         directory=directory,
-        python=str(told["python"]),
-        model_dir=Path(told["model_dir"]),
-        served_model_name=str(told["served_model_name"]),
-        environment={str(name): str(value) for name, value in told.get("environment", {}).items()},
-        arguments=tuple(map(str, told.get("arguments", ()))),
-        by_role={role: tuple(map(str, told.get(role.value, ()))) for role in Role},
+        python=python,
+        model_dir=Path(_text(told, "model_dir", "the folder of weights and tokenizer")),
+        served_model_name=_text(told, "served_model_name", "what the servers call their model"),
+        environment={str(name): str(value) for name, value in variables.items()},
+        arguments=_words(told, "arguments"),
+        by_role={role: _words(told, role.value) for role in Role},
     )
+
+
+def _text(told: Mapping[str, Any], name: str, what: str) -> str:
+    if not isinstance(value := told.get(name), str) or not value:
+        raise ValueError(f'"{name}" must be a text: {what}')
+    return value
+
+
+def _words(told: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    if not isinstance(value := told.get(name, []), list):
+        raise ValueError(f'"{name}" must be a list of flags')
+    return tuple(map(str, value))
 
 
 class SglangServer(ServerProcess):
@@ -107,7 +126,10 @@ class SglangServer(ServerProcess):
         self._python = launch.python
         if log is None:
             log = launch.directory / "logs" / f"{role.value}-{port}.log"
-            log.parent.mkdir(exist_ok=True)
+            try:
+                log.parent.mkdir(exist_ok=True)
+            except OSError as error:
+                raise NoEnvironment(f"the servers' output cannot be written: {error}") from error
         super().__init__(
             role,
             host=host,

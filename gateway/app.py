@@ -199,6 +199,8 @@ async def started(gw: Gateway) -> AsyncIterator[Gateway]:
         await gw.shared.start()
         if gw.tokenizer is not None:
             ends.callback(gw.tokenizer.close)
+        else:
+            _log.info("no --tokenizer-path: prompts are hashed as text, and no KV events are followed")
         ends.push_async_callback(gw.monitor.stop)
         if gw.replicas is not None:
             ends.push_async_callback(gw.replicas.stop)

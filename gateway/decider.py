@@ -338,6 +338,7 @@ class Decider:
         if view is not None:
             self._audit.note(view)
             self.owners.note(view, asyncio.get_running_loop().time())
+        self.pairs.apart(self._fleet.snapshot())  # says what cannot be paired as soon as that is known
         self.pump()
 
     def unaccounted_tokens(self, view: EngineView) -> float | None:

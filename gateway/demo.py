@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
 
 async def _demo(fleet: DemoFleet, report: Report, console: Console) -> None:
     async with AsyncExitStack() as stack:
-        console.print(f"starting {fleet.story} and a gateway …")
+        console.print(f"starting {fleet.story} and a gateway …{fleet.patience}")
         for server in fleet.servers:
             stack.push_async_callback(server.stop)
             await server.launch()

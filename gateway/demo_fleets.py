@@ -44,6 +44,8 @@ class DemoFleet(ABC):
     """Servers, and what their answers must be. `story`: what they are; `oracle`: where that is known from."""
 
     story: str
+    patience: str = ""
+    """What to say of how long it takes to start."""
     oracle: str
     model: str
     system: str
@@ -113,6 +115,7 @@ class SglangFleet(DemoFleet):
     """
 
     oracle = "the answer when nothing was killed"
+    patience = " (half a minute to two)"
     system = _SHORT_SYSTEM
     streams, calls, long_tokens = 4, 4, 150
     release_s = 40.0

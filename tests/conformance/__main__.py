@@ -34,10 +34,21 @@ UNPLAYED = (ServerFailed, aiohttp.ClientError, OSError, LookupError, ValueError)
 """A play that does not come to its end, because a server is not as it must be, differs."""
 
 
+class NoSuchCase(Exception):
+    """Nothing was asked for."""
+
+
+class RealSideFailed(Exception):
+    """There is nothing to compare with."""
+
+
 async def judge(case: Case, real: Side, emulator: Side, store: Store) -> tuple[list[Difference], dict[str, Any]]:
     """Run one case on both sides; what differs, and both observations."""
     kept = store.get(case)
-    seen = kept or await real.observe(case)
+    try:
+        seen = kept or await real.observe(case)
+    except ServerFailed as error:
+        raise RealSideFailed(f"a real server does not start: {error}") from error
     emulated = await emulator.observe(case)
     found = _compared(case, seen, emulated)
     unexplained = [each for each in found if explanation(case.name, each) is None]
@@ -63,6 +74,8 @@ async def run(cases: Sequence[Case], real: Side, emulator: Side, store: Store) -
     for number, case in enumerate(cases, 1):
         try:
             found, observations = await judge(case, real, emulator, store)
+        except RealSideFailed:
+            raise
         except UNPLAYED as error:
             found, observations = [Difference("the play", f"{type(error).__name__}: {error}", "")], {}
         rows = {difference.path: explanation(case.name, difference) for difference in found}
@@ -97,6 +110,8 @@ async def _main(args: argparse.Namespace, launch: Launch) -> dict[str, Any]:
     cases = [case for case in CASES if fnmatchcase(case.name, f"*{args.only}*")]
     if args.fault_free:
         cases = [case for case in cases if not case.fault]
+    if not cases:
+        raise NoSuchCase(f"no case's name contains {args.only!r}; they are in tests/conformance/cases.py")
     real, emulator = real_side(launch), emulated_side(launch.served_model_name)
     try:
         return await run(cases, real, emulator, Store(launch, fresh=args.fresh))
@@ -115,10 +130,13 @@ def main() -> int:
     add("--out", type=Path, metavar="FILE", help="write both sides' observations and what differs as JSON")
     add("--sglang-dir", type=Path, metavar="DIR", help="the SGLang environment; default: where make sglang put it")
     args = parser.parse_args()
+    if args.out is not None and not args.out.absolute().parent.is_dir():
+        print(f"conformance: --out {args.out}: there is no such folder", file=sys.stderr)
+        return 2
     os.environ.update(TIME_LIMITS)
     try:
         report = asyncio.run(_main(args, load(args.sglang_dir)))
-    except NoEnvironment as error:
+    except (NoEnvironment, NoSuchCase, RealSideFailed) as error:
         print(f"conformance: {error}", file=sys.stderr)
         return 2
     if args.out is not None:

@@ -14,17 +14,18 @@ say() { echo "[$((SECONDS - began)) s] $*"; }
 fail() { echo "make sglang: $*" >&2; exit 1; }
 
 [ "$(uname -sm)" = "Linux x86_64" ] || fail "this is $(uname -sm): the wheels of SGLang and Mooncake exist for x86-64 Linux"
-"$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' ||
+"$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null ||
     fail "$python is no Python 3.11 or 3.12: set PYTHON=/path/to/python3.11"
 
 # ---- packages: torch first and alone, since sglang's own pins would bring CUDA builds -------------------------------
 wanted=$(cat "$here"/requirements*.txt | sha256sum | cut -c1-16)
 venv=$dir/venv
-if [ "$(cat "$venv/installed" 2>/dev/null)" != "$wanted" ]; then
+runs() { "$venv/bin/python" -c 'import importlib.util as u; assert u.find_spec("sglang") and u.find_spec("torch")' 2>/dev/null; }
+if [ "$(cat "$venv/installed" 2>/dev/null)" != "$wanted" ] || ! runs; then
     left=$(df -Pk "$dir" | awk 'NR == 2 {print int($4 / 1024 / 1024)}')
     [ "$left" -ge 5 ] || fail "$dir has $left GB left and needs 5: set SGLANG_DIR to a folder on a larger disk"
     say "packages into $venv, about 3 GB and some minutes (what pip says: $log)"
-    [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+    "$venv/bin/python" -c '' 2>/dev/null || "$python" -m venv --clear "$venv"
     pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@" >>"$log" 2>&1; }
     cpu_torch() { "$venv/bin/python" -c 'import torch, sys; sys.exit(torch.__version__.split("+")[0] != "2.13.0")' 2>/dev/null; }
     say "  torch 2.13.0 …"
@@ -34,6 +35,7 @@ if [ "$(cat "$venv/installed" 2>/dev/null)" != "$wanted" ]; then
     pip install --no-deps -r "$here/requirements.txt" || fail "its packages could not be installed: see $log"
     say "  SGLang and Mooncake …"
     pip install --no-deps -r "$here/requirements-engine.txt" || fail "SGLang could not be installed: see $log"
+    runs || fail "$venv is broken: remove it and run make sglang again"
     echo "$wanted" >"$venv/installed"
 else
     say "packages are there: $venv"
@@ -71,4 +73,4 @@ if [ "$(cat "$dir/model/made" 2>/dev/null)" != "$made" ]; then
 fi
 
 "$venv/bin/python" "$here/write_launch.py" "$dir"
-say "ready: $dir/launch.json"
+say "ready: pdgate demo --engine sglang --sglang-dir $dir   (or: export PDGATE_SGLANG_DIR=$dir)"

@@ -72,8 +72,11 @@ def test_no_environment_is_said_with_what_to_do(tmp_path: Path) -> None:
     ("fields", "told"),
     [
         ({"python": "/nowhere/python"}, "/nowhere/python"),
-        ({"environment": []}, "AttributeError"),
-        ({"arguments": 5}, "TypeError"),
+        ({"python": 5}, '"python" must be a text'),
+        ({"model_dir": None}, '"model_dir" must be a text: the folder'),
+        ({"environment": []}, '"environment" must be an object'),
+        ({"arguments": "--model-path M"}, '"arguments" must be a list'),
+        ({"decode": 5}, '"decode" must be a list'),
     ],
 )
 def test_an_environment_that_cannot_be_used(tmp_path: Path, fields: dict[str, Any], told: str) -> None:
@@ -82,9 +85,10 @@ def test_an_environment_that_cannot_be_used(tmp_path: Path, fields: dict[str, An
 
 
 def test_a_file_that_is_no_json(tmp_path: Path) -> None:
-    (environment(tmp_path) / "launch.json").write_text("{")
-    with pytest.raises(NoEnvironment, match=r"launch\.json"):
-        load(tmp_path)
+    for text in ("{", "[]", '"x"', ""):
+        (environment(tmp_path) / "launch.json").write_text(text)
+        with pytest.raises(NoEnvironment, match=r"launch\.json cannot be used"):
+            load(tmp_path)
 
 
 def test_what_make_sglang_writes_can_be_read(tmp_path: Path) -> None:
@@ -124,7 +128,7 @@ async def test_a_server_starts_with_its_flags_and_ends(tmp_path: Path, role: Rol
 
 async def test_a_server_that_ends_at_once_says_where_its_output_is(tmp_path: Path) -> None:
     server = SglangServer(Role.DECODE, load(environment(tmp_path, "print('no such model'); raise SystemExit(3)")))
-    with pytest.raises(ServerFailed, match=r"ended with 3; its output is in .*decode-"):
+    with pytest.raises(ServerFailed, match=r"ended with 3: no such model \(its output: .*decode-"):
         await server.start()
     assert "no such model" in said(server)
 
