@@ -707,3 +707,12 @@ async def test_a_promise_that_goes_wrong_books_nothing(monkeypatch: pytest.Monke
     with pytest.raises(RuntimeError, match="a fault of ours"):
         await at.submit(request(blocks=BLOCKS))
     assert at.bookings.live() == 0
+
+
+@timeless
+async def test_what_cannot_be_paired_is_said_before_anybody_asks(caplog: pytest.LogCaptureFixture) -> None:
+    fleet = up("p0", "d0")
+    at = decider(fleet)
+    fleet.set_facts(D0, replace(FACTS, cache_format=replace(FACTS.cache_format, page_size_tokens=16)))
+    at.fleet_changed(D0)
+    assert "page_size_tokens differs" in caplog.text
