@@ -47,7 +47,7 @@ unit: $(VENV)/installed-dev
 	$(BIN)/pytest tests/test_architecture.py tests/unit tests/property -m 'not long' -n 2
 
 contract: $(VENV)/installed-dev
-	$(BIN)/pytest tests/contract -m 'not long' -n 2 --dist loadfile
+	$(BIN)/pytest tests/contract -m 'not long' -n 3 --dist loadfile
 
 scenarios: $(VENV)/installed-dev
 	$(BIN)/pytest tests/scenarios -m 'not long and not alone' -n 2 --dist loadfile
