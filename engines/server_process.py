@@ -170,6 +170,7 @@ class ServerProcess(ABC):
         """Send a deadly signal and wait for the end."""
         self.send_signal(number)
         await self.wait()
+        self._end_group()
 
     async def restart(self) -> None:
         """Kill the child if it runs, and start it again with the same ports."""
@@ -180,6 +181,7 @@ class ServerProcess(ABC):
     async def stop(self) -> None:
         """End the child: quickly by its own signal, by SIGKILL if that does not help; no effect if it has ended."""
         if self._process is None or self._process.returncode is not None:
+            self._end_group()
             return
         self.send_signal(signal.SIGCONT)
         self.send_signal(self.stop_signal)
@@ -187,6 +189,13 @@ class ServerProcess(ABC):
             await asyncio.wait_for(self._process.wait(), _STOP_TIMEOUT_S)
         except TimeoutError:
             await self.kill()
+        self._end_group()
+
+    def _end_group(self) -> None:
+        """Kill the children that a server has left behind when it ended: they hold memory and ports."""
+        if self._leads_group and self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     async def __aenter__(self) -> Self:
         try:

@@ -70,27 +70,18 @@ async def test_running_streams_survive_the_death_of_their_prefill(fleet: RealFle
     await replaced(fleet, fleet.prefill)
 
 
-async def test_a_prefill_dies_before_its_hand_over(fleet: RealFleet) -> None:
-    """Nothing has been sent yet: the client gets one clear error, in time, and the decode gets its pages back."""
-    fleet.prefill.send_signal(signal.SIGSTOP)
+@pytest.mark.parametrize("dying", ["prefill", "decode"])
+async def test_one_of_a_pair_dies_before_the_hand_over(fleet: RealFleet, dying: str) -> None:
+    """Nothing has been sent yet: the client gets one clear error, in time, and the other gets its pages back."""
+    victim, survivor = fleet.pair if dying == "prefill" else reversed(fleet.pair)
+    victim.send_signal(signal.SIGSTOP)
     asking = asyncio.ensure_future(fleet.ask(body(False), COMPLETIONS))
     await asyncio.sleep(1.5)
-    await fleet.prefill.kill()
+    await victim.kill()
     answer = await asyncio.wait_for(asking, 30.0)
     answer.check_refused(502, 503, 504)
-    await fleet.idle(DEFERRED_RELEASE_S + 15.0, [fleet.decode])
-    await replaced(fleet, fleet.prefill)
-
-
-async def test_a_decode_dies_before_the_hand_over(fleet: RealFleet) -> None:
-    fleet.decode.send_signal(signal.SIGSTOP)
-    asking = asyncio.ensure_future(fleet.ask(body(False), COMPLETIONS))
-    await asyncio.sleep(1.5)
-    await fleet.decode.kill()
-    answer = await asyncio.wait_for(asking, 30.0)
-    answer.check_refused(502, 503, 504)
-    await fleet.idle(DEFERRED_RELEASE_S + 15.0, [fleet.prefill])
-    await replaced(fleet, fleet.decode)
+    await fleet.idle(DEFERRED_RELEASE_S + 15.0, [survivor])
+    await replaced(fleet, victim)
 
 
 async def test_an_idle_servers_restart_is_noticed_though_its_seed_is_fixed(fleet: RealFleet) -> None:

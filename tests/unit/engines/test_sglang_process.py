@@ -148,6 +148,19 @@ async def test_children_of_a_server_are_killed_and_frozen_with_it(tmp_path: Path
         await until(lambda: state_of(child) in ("", "Z"))
 
 
+async def test_children_that_a_server_leaves_behind_are_killed(tmp_path: Path) -> None:
+    script = (
+        "import subprocess\nprint('child', subprocess.Popen(['sleep', '60']).pid, flush=True)\nraise SystemExit(1)\n"
+    )
+    server = SglangServer(Role.PLAIN, load(environment(tmp_path, script)))
+    await server.launch()
+    await server.wait()
+    child = int(said(server).split("child ")[1].split()[0])
+    assert state_of(child) == "S"
+    await server.stop()
+    await until(lambda: state_of(child) in ("", "Z"))
+
+
 async def test_it_keeps_its_ports_over_a_restart(tmp_path: Path) -> None:
     async with SglangServer(Role.PREFILL, load(environment(tmp_path))) as server:
         before = server.pid, server.port, server.bootstrap_port
