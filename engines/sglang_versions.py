@@ -77,7 +77,6 @@ ROWS = (
 )
 """Oldest first."""
 OLDEST, NEWEST = ROWS[0].since, ROWS[-1].since
-SERVED = Versions(OLDEST)
 _WHY_NOT_OLDER = "older ones have no /ready and do not tell their launch_command, by which a restart is noticed"
 
 

@@ -15,7 +15,6 @@ from typing import Any, TypeGuard
 
 import orjson
 
-from engines.sglang_versions import SERVED, Versions
 from engines.types import FailureKind
 
 RID_CHARS = 32
@@ -81,7 +80,6 @@ class Poison:
 
     field: str
     reason: str
-    versions: Versions = SERVED
 
 
 _TOP_LOGPROBS = f"at most {MAX_TOP_LOGPROBS} top logprobs can be handed from prefill to decode"

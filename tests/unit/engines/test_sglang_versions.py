@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from engines import sglang_versions as versions
-from engines.sglang_wire import POISON_TABLE
 
 
 @pytest.mark.parametrize(
@@ -81,8 +80,3 @@ def test_an_unknown_version_is_warned_of(version: str, known: bool, said: str) -
 def test_ranges_hold_their_first_version_and_not_their_end(versions_: versions.Versions, holds: list[bool]) -> None:
     assert [versions_.holds(version) for version in ("0.5.20", "0.5.21", "0.5.23")] == holds
     assert not versions_.holds("main")
-
-
-def test_every_poison_row_holds_for_a_served_version() -> None:
-    for row in POISON_TABLE:
-        assert any(row.versions.holds(served.since) for served in versions.ROWS), row.field
