@@ -131,5 +131,8 @@ class Engine(Protocol):
     async def load(self, spec: EngineSpec, timeout_s: float) -> EngineLoad | None:
         """Its newest load snapshot; None when it gave none."""
 
+    async def rouse(self, spec: EngineSpec) -> None:
+        """Let a server that has long not been ready find out whether it is: slow, and work for it. No answer."""
+
     async def post(self, view: EngineView, path: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
         """Relay a call that needs one server only (tokenize, detokenize). Raises UpstreamError."""

@@ -41,6 +41,12 @@ class Fleet:
         if (view.health, view.reason) != (health, reason):
             self._change(replace(view, health=health, reason=reason))
 
+    def set_draining(self, engine_id: EngineId, draining: bool) -> None:
+        """Keep new rooms from a server, or no longer; over its restarts too."""
+        view = self._views[engine_id]
+        if view.draining != draining:
+            self._change(replace(view, draining=draining))
+
     def set_facts(self, engine_id: EngineId, facts: EngineFacts) -> bool:
         """Take what a probe read; whether the server restarted since the last one, which begins a new epoch."""
         view = self._views[engine_id]

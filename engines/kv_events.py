@@ -14,7 +14,7 @@ from enum import StrEnum
 
 import msgspec
 
-from engines.types import KvEvent, Medium, PagesCleared, PagesRemoved, PagesStored
+from engines.kv_types import KvEvent, Medium, PagesCleared, PagesRemoved, PagesStored
 
 SEQUENCE_BYTES = 8
 REPLAY_END = b"\xff" * SEQUENCE_BYTES

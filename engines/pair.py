@@ -25,6 +25,8 @@ _UNREAD_OUTPUTS = 16
 """Outputs of the decode that may wait for a slow client before its socket is left unread."""
 _ABORT_TIMEOUT_S = 2.0
 _FAILURES = (EventKind.ERROR, EventKind.ABORT)
+_ANSWERS_TO_ABORT = (FailureKind.STATUS, FailureKind.STREAM_ERROR, FailureKind.ABORTED)
+"""What a server says of a request that it was told to drop is no failure of its own."""
 
 Frames = Sequence[tuple[EventKind, bytes]]
 """Events of a stream, whole and as they came, each with its kind."""
@@ -240,7 +242,8 @@ class PairRun:
             fault.status,
             definite=definite,
         )
-        self._on_failure(outcome)
+        if not (self._dropping and fault.kind in _ANSWERS_TO_ABORT):
+            self._on_failure(outcome)
         self._events.put_nowait(LegFailed(outcome))
 
 

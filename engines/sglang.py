@@ -24,6 +24,8 @@ from engines.upstream import Upstream
 
 _log = logging.getLogger("pdgate.join")
 
+_HEALTH_S = 25.0
+"""SGLang gives its own `/health` 20 s (`HEALTH_CHECK_TIMEOUT`)."""
 _DEFAULT_BOOTSTRAP_PORT = 8998
 """SGLang's default of --disaggregation-bootstrap-port."""
 
@@ -122,6 +124,13 @@ class SglangEngine:
             return about.load_of(await self._json(spec.url + "/v1/loads", timeout_s))
         except (UpstreamError, ValueError, TypeError):
             return None
+
+    async def rouse(self, spec: EngineSpec) -> None:
+        """`/health`: one whose PD warm-up failed answers 503 to `/ready` until that has run a token."""
+        try:
+            await self._upstream.fetch("GET", spec.url + "/health", headers=self._headers, timeout_s=_HEALTH_S)
+        except UpstreamError:
+            return
 
     async def post(self, view: EngineView, path: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
         reply = await self._upstream.fetch(

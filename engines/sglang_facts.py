@@ -10,7 +10,7 @@ import orjson
 
 from engines.kv_event_source import kv_event_source
 from engines.sglang_versions import is_known, row_of, warning
-from engines.types import CacheFormat, EngineFacts, EngineLoad, KvEventSource, Parallelism, RankLoad, Role
+from engines.types import CacheFormat, ChatFacts, EngineFacts, EngineLoad, KvEventSource, Parallelism, RankLoad, Role
 
 ROUTE_PROBE = "/route?prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
 """Answers a prefill's topology once all of its ranks have registered, and 503 before."""
@@ -73,6 +73,23 @@ def facts_of(
         sampling_defaults=str(server_info.get("sampling_defaults") or ""),
         deterministic=bool(server_info.get("enable_deterministic_inference")),
         cache_report=bool(server_info.get("enable_cache_report")),
+        incremental_streaming=bool(server_info.get("incremental_streaming_output")),
+        chat=_chat(server_info, model_info),
+    )
+
+
+def _chat(server_info: Mapping[str, Any], model_info: Mapping[str, Any]) -> ChatFacts:
+    architectures = model_info.get("architectures") or []
+    return ChatFacts(
+        reasoning_parser=str(server_info.get("reasoning_parser") or ""),
+        tool_call_parser=str(server_info.get("tool_call_parser") or ""),
+        chat_template=str(server_info.get("chat_template") or ""),
+        completion_template=str(server_info.get("completion_template") or ""),
+        model_kind=" ".join(map(str, filter(None, [model_info.get("model_type"), *architectures[:1]]))),
+        multimodal=bool(model_info.get("has_image_understanding") or model_info.get("has_audio_understanding")),
+        tokenizer=not server_info.get("skip_tokenizer_init"),
+        tells_ids=bool(server_info.get("return_input_ids") or server_info.get("return_output_ids")),
+        template_kwargs=bool(server_info.get("default_chat_template_kwargs")),
     )
 
 
@@ -166,7 +183,29 @@ def load_of(loads: Mapping[str, Any]) -> EngineLoad | None:
         prefill_uncached_tokens_total=total("total_prefill_uncached_tokens"),
         prefill_busy_us_total=total("total_prefill_busy_us"),
         ranks=tuple(map(_rank_load, ranks)) if len(ranks) > 1 else (),
+        decode_steps_total=sum(map(_decode_steps, ranks)),
+        waiting_for_peer_requests=sum(map(_waiting_for_peer, ranks)),
     )
+
+
+_PEER_QUEUES = ("prefill_bootstrap_queue_reqs", "decode_prealloc_queue_reqs", "decode_transfer_queue_reqs")
+"""The queues of requests whose next step is the other server's; all are counted in `num_waiting_reqs`."""
+
+
+def _waiting_for_peer(rank: Mapping[str, Any]) -> int:
+    """While a prefill's finished work waits to be fetched, what waits behind it may lack the pages that it holds."""
+    queues = rank.get("disaggregation")
+    if not isinstance(queues, dict):
+        return 0
+    if queues.get("prefill_inflight_queue_reqs"):
+        return int(rank.get("num_waiting_reqs") or 0)
+    return sum(int(queues.get(name) or 0) for name in _PEER_QUEUES)
+
+
+def _decode_steps(rank: Mapping[str, Any]) -> float:
+    """The first of a decode's moment sums: it grows with every step."""
+    moments = rank.get("decode_moments")
+    return float(moments[0]) if isinstance(moments, list) and moments else 0.0
 
 
 def _rank_load(rank: Mapping[str, Any]) -> RankLoad:

@@ -5,7 +5,7 @@ A leaf: standard library only, no I/O, no clock. Everything here is frozen data,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NewType
@@ -30,15 +30,30 @@ class Leg(StrEnum):
 
 
 class Health(StrEnum):
-    """Whether new rooms may be sent to a server."""
+    """What is thought of a server; new rooms go to READY and PROBATION only. `failover/machine.py`: how it changes."""
 
     UNKNOWN = "unknown"
+    """It has not been looked at yet."""
     READY = "ready"
+    """New rooms may go to it."""
     SLOW = "slow"
-    """It did not answer one probe in time: no new rooms, but requests wait for it rather than fail."""
+    """It gave no answer in time, as one under full load may: no new rooms, but requests wait for it."""
     SUSPECTED = "suspected"
+    """It may be gone, or another process: no new rooms until a probe succeeds."""
+    BROKEN = "broken"
+    """Requests broke on it: no new rooms until a probe succeeds, and then few until one of them does."""
+    PROBATION = "probation"
+    """Half-open: a few requests at a time, until one has succeeded."""
     NOT_READY = "not_ready"
+    """It says itself that it takes no new rooms: it starts, ends, or has another role."""
+    WEDGED = "wedged"
+    """It says that it is ready, has work, and does none of it."""
     LEAKING = "leaking"
+    """It holds what it was told to drop."""
+
+    @property
+    def takes_rooms(self) -> bool:
+        return self is Health.READY or self is Health.PROBATION
 
 
 class FailureKind(StrEnum):
@@ -140,6 +155,25 @@ class KvEventSource:
 
 
 @dataclass(frozen=True, slots=True)
+class ChatFacts:
+    """What a server does to chats beyond rendering them: whatever makes one differ from a completion of its ids.
+
+    `chat_template` is one that it was told to use, `model_kind` the model's type and architecture. `tells_ids`: its
+    chats end with all token ids. `template_kwargs`: it adds some to a chat's. Without a `tokenizer` it takes ids only.
+    """
+
+    reasoning_parser: str = ""
+    tool_call_parser: str = ""
+    chat_template: str = ""
+    completion_template: str = ""
+    model_kind: str = ""
+    multimodal: bool = False
+    tokenizer: bool = True
+    tells_ids: bool = False
+    template_kwargs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class EngineFacts:
     """What a probe read from a server; it changes only when the server restarts.
 
@@ -172,48 +206,9 @@ class EngineFacts:
     sampling_defaults: str = ""
     deterministic: bool = False
     cache_report: bool = False
-
-
-class Medium(StrEnum):
-    """Where a server keeps a page of KV, in the words of its events."""
-
-    GPU = "GPU"
-    CPU_PINNED = "CPU_PINNED"
-    DISK = "DISK"
-    EXTERNAL = "EXTERNAL"
-
-
-@dataclass(frozen=True, slots=True)
-class PagesStored:
-    """Consecutive pages are on `medium` now. Hashes are the server's own, signed 64-bit.
-
-    `parent` is the page before them, None at the start of a prompt, where `cache_salt` and `lora` name what it belongs
-    to. `token_ids` are those of all pages, `page_tokens` for each.
-    """
-
-    hashes: Sequence[int]
-    parent: int | None
-    token_ids: Sequence[int]
-    page_tokens: int
-    medium: Medium = Medium.GPU
-    cache_salt: str | None = None
-    lora: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PagesRemoved:
-    """These pages are no longer on `medium`."""
-
-    hashes: Sequence[int]
-    medium: Medium = Medium.GPU
-
-
-@dataclass(frozen=True, slots=True)
-class PagesCleared:
-    """The server has forgotten all pages, on every medium."""
-
-
-KvEvent = PagesStored | PagesRemoved | PagesCleared
+    incremental_streaming: bool = False
+    """Events of its `/generate` streams hold what is new only, not all so far."""
+    chat: ChatFacts = ChatFacts()
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +235,9 @@ class EngineLoad:
     prefill_busy_us_total: int = 0
     ranks: tuple[RankLoad, ...] = ()
     """The same by DP rank, of a server that has several."""
+    decode_steps_total: float = 0.0
+    waiting_for_peer_requests: int = 0
+    """Of `waiting_requests`, those whose next step is not this server's, but the other's of their pair."""
 
     def of_rank(self, rank: int | None) -> EngineLoad | RankLoad:
         """The part of one DP rank; the whole where it is not known."""
@@ -260,6 +258,12 @@ class EngineView:
     load: EngineLoad | None = None
     reason: str = ""
     """Why `health` is not READY, in words for an operator."""
+    draining: bool = False
+    """An operator wants no new rooms on it, whatever its health."""
+
+    @property
+    def takes_rooms(self) -> bool:
+        return self.health.takes_rooms and not self.draining
 
     @property
     def engine_id(self) -> EngineId:

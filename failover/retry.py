@@ -101,17 +101,25 @@ class Verdict(Enum):
     """What happens to the request after a failed attempt."""
 
     RETRY = "retry"
+    """Nothing was sent yet: another attempt, from the start."""
+    CONTINUE = "continue"
+    """The client has the beginning: another attempt goes on from there, where `failover/recovery.py` lets it."""
     TO_CLIENT = "to_client"
     """Answer with the engine's own status and words."""
     GIVE_UP = "give_up"
     """Answer 502, or end the stream with an error event."""
     POISON_SUSPECTED = "poison_suspected"
     OUT_OF_TIME = "out_of_time"
+    OVER_BUDGET = "over_budget"
+    """It might be tried again, but too many others were: 503, and when to ask again."""
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What has happened to one request so far. `deaths`: attempts during which the failed instance died."""
+    """What has happened to one request so far. `deaths`: attempts during which the failed instance died.
+
+    `attempts` are those since its client last got something new, `continuations` how often a broken stream went on.
+    """
 
     attempts: int
     max_attempts: int
@@ -119,6 +127,7 @@ class History:
     deaths: int
     own_faults: int
     remaining_s: float
+    continuations: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +143,8 @@ class Decision:
 
 MAX_DEATHS = 2
 """A request gets one more attempt after an instance died under it; a second death ends it."""
+MAX_CONTINUATIONS = 16
+"""A stream that breaks again and again, each time after some tokens, is given up after so many."""
 
 _BACKOFF_S = (0.0, 0.05, 0.2, 0.5)
 
@@ -141,25 +152,24 @@ _BACKOFF_S = (0.0, 0.05, 0.2, 0.5)
 def decide(outcome: Outcome, pair: tuple[EngineId, EngineId], history: History) -> Decision:
     """Whether the request of a failed attempt on `pair` is tried again, and where not.
 
-    Nothing is retried once the client has a byte, after a caller's fault, or with less than 50 ms left. `outcome` is
-    of the leg that is at fault; the pair is excluded as well, as the other leg may be what the failed one met.
+    Once the client has a byte it is not: it may be continued. Neither happens after a caller's fault, or with less
+    than 50 ms left. `outcome` is of the leg that is at fault; the pair is excluded as well, as the other leg may be
+    what the failed one met.
     """
     fault = classify(outcome)
     if fault is Fault.CALLER:
         return Decision(Verdict.TO_CLIENT, fault)
     if history.deaths >= MAX_DEATHS:
         return Decision(Verdict.POISON_SUSPECTED, fault)
-    if history.committed:
-        return Decision(Verdict.GIVE_UP, fault)
     if history.remaining_s < 0.05:
         return Decision(Verdict.OUT_OF_TIME, fault)
-    exhausted = history.attempts >= history.max_attempts or (fault is Fault.OURS and history.own_faults > 1)
-    if exhausted:
+    exhausted = history.attempts >= history.max_attempts or history.continuations >= MAX_CONTINUATIONS
+    if exhausted or (fault is Fault.OURS and history.own_faults > 1):
         return last_word(fault)
     keep_engine = fault is Fault.OURS
     delay_s = _BACKOFF_S[min(history.attempts, len(_BACKOFF_S)) - 1]
     return Decision(
-        Verdict.RETRY,
+        Verdict.CONTINUE if history.committed else Verdict.RETRY,
         fault,
         excluded_engine=None if keep_engine else culprit(outcome, pair),
         excluded_pair=None if keep_engine else pair,

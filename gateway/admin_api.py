@@ -5,8 +5,10 @@ from __future__ import annotations
 import orjson
 from aiohttp import web
 
-from engines.types import Health, Role
+from engines.types import EngineView, Role
+from gateway import drain
 from gateway.context import Gateway
+from gateway.drain import attempts_left, drain_state
 from gateway.errors import GatewayError
 from gateway.join_probe import Join
 from gateway.openai_api import openai_models, served
@@ -21,17 +23,18 @@ def add_routes(app: web.Application, gw: Gateway) -> None:
         return web.Response(text="OK")
 
     async def readyz(request: web.Request) -> web.StreamResponse:
-        pairs = ready_pairs(gw)
-        engines = [
-            {"id": view.engine_id, "role": view.spec.role, "health": view.health, "reason": view.reason or None}
-            for view in gw.fleet.views()
-        ]
+        by_model = ready_pairs(gw)
+        wanted = request.query.get("model")
+        pairs = sum(by_model.values()) if wanted is None else by_model.get(wanted, 0)
         body = {
             "ready": bool(pairs),
             "pairs": pairs,
             "models": gw.fleet.models(),
-            "engines": engines,
+            "pairs_by_model": by_model,
+            "engines": [_engine_json(gw, view) for view in gw.fleet.views()],
+            "panic": sorted(gw.decider.panic.roles(gw.fleet.snapshot())),
             "apart": [_apart_json(each) for each in gw.decider.pairs.apart(gw.fleet.snapshot())],
+            "pairs_in_trouble": gw.decider.pairs.as_json(),
             "ownership": status_json(gw.shared.store.status()),
             "index": {model: _join_json(join) for model, join in gw.joins.models().items()},
         }
@@ -67,6 +70,7 @@ def add_routes(app: web.Application, gw: Gateway) -> None:
     async def owners(request: web.Request) -> web.StreamResponse:
         return _json(await owners_json(gw))
 
+    drain.add_routes(app, gw)
     app.router.add_get("/health", health)
     app.router.add_get("/readyz", readyz)
     app.router.add_get("/v1/models", models)
@@ -86,17 +90,31 @@ def _context_tokens(gw: Gateway) -> dict[str, int]:
     return tokens
 
 
-def ready_pairs(gw: Gateway) -> int:
-    """How many pairs could serve a request now: both up, and able to exchange KV."""
-    views = [view for view in gw.fleet.views() if view.health is Health.READY and view.facts is not None]
+def ready_pairs(gw: Gateway) -> dict[str, int]:
+    """By model, how many pairs could serve a request now: both up, and able to exchange KV."""
+    views = [view for view in gw.fleet.views() if view.takes_rooms and view.facts is not None]
     forbidden = gw.decider.pairs.forbidden(gw.fleet.snapshot())
-    return sum(
-        1
-        for prefill in views
-        if prefill.spec.role is Role.PREFILL and not gw.monitor.is_stale(prefill.engine_id)
-        for decode in views
-        if decode.spec.role is Role.DECODE and (prefill.engine_id, decode.engine_id) not in forbidden
-    )
+    pairs = dict.fromkeys(gw.fleet.models(), 0)
+    for prefill in views:
+        if prefill.facts is None or prefill.spec.role is not Role.PREFILL or gw.monitor.is_stale(prefill.engine_id):
+            continue
+        model = prefill.facts.model
+        for decode in views:
+            if decode.spec.role is Role.DECODE and (prefill.engine_id, decode.engine_id) not in forbidden:
+                pairs[model] = pairs.get(model, 0) + 1
+    return pairs
+
+
+def _engine_json(gw: Gateway, view: EngineView) -> dict[str, object]:
+    state = drain_state(gw, view)
+    return {
+        "id": view.engine_id,
+        "role": view.spec.role,
+        "health": view.health,
+        "reason": view.reason or None,
+        "drain": state,
+        "attempts": attempts_left(gw, view),
+    }
 
 
 def _apart_json(found: Apart) -> dict[str, object]:

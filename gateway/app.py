@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import UTC, datetime
 from random import Random, SystemRandom
@@ -25,9 +25,11 @@ from engines.upstream import Upstream
 from failover.monitor import Monitor
 from failover.poison import PoisonGuard
 from gateway import logs, process, tokenizer
+from gateway.canaries import Canaries, Way
 from gateway.config import Config, ConfigError
 from gateway.context import Gateway
 from gateway.decider import Decider
+from gateway.engine_tokens import EngineTokens
 from gateway.explain import ExplainRing
 from gateway.gauges import gauges
 from gateway.http_server import listen, make_runner
@@ -40,6 +42,7 @@ from gateway.owners import Owners
 from gateway.prompt import block_tokens, chain_root, id_block_tokens
 from gateway.releaser import Releaser
 from gateway.replicas import Replicas
+from gateway.retries import Retries
 from gateway.second_look import SecondLook
 from gateway.shared_state import KEY_PREFIX, Place, SharedState, opened
 from gateway.tracing import Tracing
@@ -90,20 +93,13 @@ def build(config: Config, place: Place | None = None) -> Gateway:
     model_tokenizer = tokenizer.load(config.tokenizer)
     joins = JoinProbe(fleet, engine, model_tokenizer)
     to_decider = _ToDecider()
-    probe_s = config.fleet.probe_interval_s
-    monitor = Monitor(
-        fleet, engine, to_decider, spawn, probe_interval_s=probe_s, load_interval_s=probe_s / _LOADS_PER_PROBE
-    )
+    monitor = _monitor(config.fleet.probe_interval_s, fleet, engine, to_decider, ids)
     metrics = Metrics()
     learned = Learned(config.routing.profile)
     clock = asyncio.get_running_loop().time
     shared = SharedState(place or Place(), config.ownership.namespace, ids, clock, fleet.has)
-    owners = Owners(
-        PrefixIndex(OwnershipConfig().max_blocks_per_engine),
-        shared.store,
-        lambda model: block_tokens(model, joins, learned),
-        clock,
-    )
+    index = PrefixIndex(OwnershipConfig().max_blocks_per_engine)
+    owners = Owners(index, shared.store, lambda model: block_tokens(model, joins, learned), clock)
     second_look = SecondLook(monitor, owners, fleet.view)
     owners.on_restart_seen = second_look
     decider = Decider(
@@ -117,34 +113,33 @@ def build(config: Config, place: Place | None = None) -> Gateway:
         is_stale=monitor.is_stale,
     )
     to_decider.decider = decider
+    monitor.owed = decider.bookings.owed
     poison, rooms = PoisonGuard(), RoomMaker(Random(ids.getrandbits(64)))
     replicas = _replicas(shared, ids, decider, fleet, monitor, poison, rooms)
-    feed = KvFeed(
-        fleet,
-        owners,
-        Hashing(
-            is_ids=lambda model: joins.of(model).kind is BlockKind.IDS,
-            chain_root=lambda model, salt, lora: chain_root(gw, model, salt, lora),
-            block_tokens=lambda model: id_block_tokens(joins.of(model).page_tokens),
-        ),
-        replicas.leases if replicas is not None else None,
-        restart_seen=monitor.look_now,
-    )
+    hashing = _hashing(joins, lambda model, salt, lora: chain_root(gw, model, salt, lora))
+    leases = replicas.leases if replicas is not None else None
+    feed = KvFeed(fleet, owners, hashing, leases, restart_seen=monitor.look_now)
+    strategy, releaser = SglangStrategy(config.server.api_key), Releaser(fleet, decider.bookings, monitor, metrics)
+    send_on = Way(fleet, strategy, upstream, monitor, releaser, rooms)
+    canaries = Canaries(decider, send_on, ids, config.fleet.canary_interval_s)
     gw = Gateway(
         config=config,
         fleet=fleet,
         upstream=upstream,
         engine=engine,
-        strategy=SglangStrategy(config.server.api_key),
+        strategy=strategy,
         tokenizer=model_tokenizer,
         joins=joins,
+        engine_tokens=EngineTokens(fleet, engine),
         monitor=monitor,
         decider=decider,
         shared=shared,
         replicas=replicas,
         feed=feed,
         second_look=second_look,
-        releaser=Releaser(fleet, decider.bookings, monitor, metrics),
+        releaser=releaser,
+        retries=Retries(config.retry, fleet, decider.bookings, Random(ids.getrandbits(64))),
+        canaries=canaries,
         poison=poison,
         rooms=rooms,
         rng=Random(ids.getrandbits(64)),
@@ -157,6 +152,27 @@ def build(config: Config, place: Place | None = None) -> Gateway:
     )
     metrics.add_fleet(lambda: gauges(gw))
     return gw
+
+
+def _hashing(joins: JoinProbe, root: Callable[[str, str | None, str | None], bytes]) -> Hashing:
+    """How KV events become the hashes that requests are looked up by."""
+    return Hashing(
+        is_ids=lambda model: joins.of(model).kind is BlockKind.IDS,
+        chain_root=root,
+        block_tokens=lambda model: id_block_tokens(joins.of(model).page_tokens),
+    )
+
+
+def _monitor(probe_s: float, fleet: Fleet, engine: SglangEngine, to_decider: _ToDecider, ids: Random) -> Monitor:
+    return Monitor(
+        fleet,
+        engine,
+        to_decider,
+        spawn,
+        probe_interval_s=probe_s,
+        load_interval_s=probe_s / _LOADS_PER_PROBE,
+        rng=Random(ids.getrandbits(64)),
+    )
 
 
 def _replicas(
@@ -212,6 +228,8 @@ async def started(gw: Gateway) -> AsyncIterator[Gateway]:
         ends.push_async_callback(gw.feed.stop)
         gw.feed.start()
         ends.push_async_callback(gw.releaser.drained, _LAST_RELEASES_S)
+        ends.push_async_callback(gw.canaries.stop)
+        gw.canaries.start()
         yield gw
 
 

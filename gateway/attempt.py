@@ -1,6 +1,7 @@
 """One attempt, from dispatch to its end: both legs' events go through the attempt table, outputs go to the sink.
 
-A shell around `failover/phase.py`: it keeps the timers and does what the table says.
+A shell around `failover/phase.py`: it keeps the timers and does what the table says. How long silence may last says a
+Patience; it is asked when a silence begins and when it has lasted so long, never for an output.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from engines.pair import Frames, LegAnswer, LegEvent, LegFailed, LegOutput, Pair
 from engines.sse_frames import EventKind
 from engines.types import FailureKind, Leg, Outcome, Stage
 from failover import phase as table
+from failover.deadlines import Deadline, silence_text
 from failover.hold import FIRST_HOLD_S
 from failover.machine import breaks
 from failover.phase import Action, Event, Phase
 from failover.retry import blamed
 from gateway.config import DeadlineConfig
+from gateway.patience import FixedPatience, Patience
 
 CLIENT_PATIENCE_S = 60.0
 """How long one write to a client may wait for it: its unread answer holds KV on a decode."""
@@ -55,12 +58,17 @@ class Observer(Protocol):
 
 
 class AttemptFailed(Exception):
-    """The attempt is over and its answer is not whole. `outcome` is of the leg at fault."""
+    """The attempt is over and its answer is not whole. `outcome` is of the leg at fault.
 
-    def __init__(self, outcome: Outcome, outcomes: tuple[Outcome, ...]) -> None:
+    `deadline`: the one that passed, where that is why. Of Deadline.TOTAL no server is at fault: `outcome` is of the leg
+    that was waited for.
+    """
+
+    def __init__(self, outcome: Outcome, outcomes: tuple[Outcome, ...], deadline: Deadline | None = None) -> None:
         super().__init__(outcome.message)
         self.outcome = outcome
         self.outcomes = outcomes
+        self.deadline = deadline
 
 
 _STAGES = {
@@ -78,11 +86,17 @@ _WAITING_FOR_PREFILL = (Phase.DISPATCHED, Phase.HELD, Phase.HELD_WHOLE)
 
 @dataclass(slots=True)
 class _Progress:
-    """Where the attempt stands, and when something must have happened."""
+    """Where the attempt stands, and when something must have happened.
+
+    `limit_s`: how long its silence may last, as was said last; None when a silence of another kind has begun.
+    """
 
     phase: Phase
     silent_since_s: float
     hold_s: float
+    limit_s: float | None = None
+    largest_gap_s: float = 0.0
+    gaps: int = 0
     first_output_s: float | None = None
     timer_s: float | None = None
     timer_event: Event = Event.HOLD_PASSED
@@ -99,41 +113,57 @@ async def follow(
     limits: DeadlineConfig,
     deadline_s: float,
     hold_s: float = FIRST_HOLD_S,
+    patience: Patience | None = None,
 ) -> None:
     """See an attempt through; returns when its whole answer is in the sink.
 
-    `hold_s`: how long the first output may wait for the prefill's answer.
+    `hold_s`: how long the first output may wait for the prefill's answer. Without `patience` silence may last as long
+    as `limits` says, else as long as that says.
     Raises AttemptFailed. Leaves open legs open: the caller lets go of them, also when this is cancelled.
     """
     clock = asyncio.get_running_loop().time
+    patience = patience or FixedPatience(limits)
     progress = _Progress(Phase.DISPATCHED, clock(), hold_s)
     while progress.phase is not Phase.DONE:
-        due_s, due_event = _next_due(progress, run.attempt.stream, limits, deadline_s)
+        due_s, due_event = _next_due(progress, run.attempt.stream, patience, deadline_s)
         try:
             async with asyncio.timeout_at(due_s):
                 happened: LegEvent | None = await run.next_event()
         except TimeoutError:
             happened = None
+            if due_event is Event.DEADLINE_PASSED and _may_go_on(progress, run.attempt.stream, patience, deadline_s):
+                continue
         event = due_event if happened is None else _event_of(happened, progress)
         before = progress.phase
         progress.phase, action = table.step(before, event, needs_prefill=run.needs_prefill_answer)
         await _act(action, before, happened, run, sink, observer, progress, clock())
         if progress.phase is Phase.FAILED:
-            raise _failed(action, before, run, observer, progress)
+            raise _failed(action, before, run, observer, progress, patience, clock() >= deadline_s)
 
 
-def _next_due(progress: _Progress, stream: bool, limits: DeadlineConfig, deadline_s: float) -> tuple[float, Event]:
+def _next_due(progress: _Progress, stream: bool, patience: Patience, deadline_s: float) -> tuple[float, Event]:
     """The next moment at which silence means something, and what."""
-    if progress.phase is Phase.STREAMING:
-        due_s = progress.silent_since_s + limits.stall_s
-    elif progress.phase is Phase.HANDED_OVER and not stream:
-        due_s = deadline_s  # a whole answer has no first output to wait for
-    else:
-        due_s = progress.silent_since_s + limits.first_output_s
-    due_s = min(due_s, deadline_s)
+    if progress.limit_s is None:
+        progress.limit_s = _limit_s(progress, stream, patience)
+    due_s = min(progress.silent_since_s + progress.limit_s, deadline_s)
     if progress.timer_s is not None and progress.timer_s < due_s:
         return progress.timer_s, progress.timer_event
     return due_s, Event.DEADLINE_PASSED
+
+
+def _may_go_on(progress: _Progress, stream: bool, patience: Patience, deadline_s: float) -> bool:
+    """Whether a silence that has lasted as long as it might may now last longer."""
+    progress.limit_s = _limit_s(progress, stream, patience)
+    return asyncio.get_running_loop().time() < min(progress.silent_since_s + progress.limit_s, deadline_s)
+
+
+def _limit_s(progress: _Progress, stream: bool, patience: Patience) -> float:
+    since_s = progress.silent_since_s
+    if progress.phase is Phase.STREAMING:
+        return patience.next_output_s(since_s, progress.largest_gap_s, progress.gaps)
+    if progress.phase is Phase.HANDED_OVER and not stream:
+        return patience.whole_answer_s(since_s)  # it has no first output to wait for
+    return patience.first_output_s(since_s)
 
 
 def _event_of(happened: LegEvent, progress: _Progress) -> Event:
@@ -172,6 +202,9 @@ async def _act(
     if isinstance(happened, LegOutput):
         if progress.first_output_s is None:
             progress.first_output_s = now_s
+        elif before is Phase.STREAMING:
+            progress.gaps += 1
+            progress.largest_gap_s = max(progress.largest_gap_s, now_s - progress.silent_since_s)
         observer.progress(Leg.DECODE, now_s)
         progress.kept.extend(happened.frames)
         progress.kept_bytes += sum(len(frame) for _, frame in happened.frames)
@@ -182,13 +215,14 @@ async def _act(
             progress.timer_s, progress.timer_event = now_s + table.LOSS_GRACE_S, Event.GRACE_PASSED
         case Action.HAND_OVER:
             if before is not Phase.STREAMING:  # a late answer of the prefill says nothing of a silent decode
-                progress.silent_since_s = now_s
+                progress.silent_since_s, progress.limit_s = now_s, None
             observer.handed_over(_prefill_answer(happened))
         case Action.RELAY | Action.FINISH:
             progress.timer_s = None
             if before is not Phase.STREAMING:
                 observer.handed_over(_prefill_answer(happened))
                 observer.first_output()
+                progress.limit_s = None
             await _pass_on(run, sink, progress)
             progress.silent_since_s = asyncio.get_running_loop().time()
         case _:
@@ -212,14 +246,30 @@ async def _pass_on(run: PairRun, sink: Sink, progress: _Progress) -> None:
         raise ConnectionAbortedError(f"the client has read nothing for {CLIENT_PATIENCE_S:g} s") from None
 
 
-def _failed(action: Action, before: Phase, run: PairRun, observer: Observer, progress: _Progress) -> AttemptFailed:
+def _failed(
+    action: Action,
+    before: Phase,
+    run: PairRun,
+    observer: Observer,
+    progress: _Progress,
+    patience: Patience,
+    is_over_time: bool,
+) -> AttemptFailed:
     if action is Action.BLAME_SILENT:
-        waiting_for_prefill = before in _WAITING_FOR_PREFILL and Leg.PREFILL in run.open_legs
-        leg = Leg.PREFILL if waiting_for_prefill else Leg.DECODE
-        view = run.attempt.view(leg)
-        message = f"no sign of {leg} {view.engine_id} in time (phase {before.value})"
-        silent = Outcome(view.engine_id, leg, FailureKind.TIMEOUT, _STAGES[before], message)
+        deadline = Deadline.TOTAL if is_over_time else _deadline(before, run.attempt.stream)
+        waits_for_prefill = before in _WAITING_FOR_PREFILL and Leg.PREFILL in run.open_legs
+        leg = patience.silent_leg(Leg.PREFILL if waits_for_prefill else Leg.DECODE, progress.silent_since_s)
+        engine_id = run.attempt.view(leg).engine_id
+        silent_s = asyncio.get_running_loop().time() - progress.silent_since_s
+        message = silence_text(deadline, leg, engine_id, silent_s)
+        silent = Outcome(engine_id, leg, FailureKind.TIMEOUT, _STAGES[before], message)
         observer.noted(silent)
-        return AttemptFailed(silent, (*progress.outcomes, silent))
+        return AttemptFailed(silent, (*progress.outcomes, silent), deadline)
     leg = Leg.PREFILL if action is Action.BLAME_PREFILL else Leg.DECODE
     return AttemptFailed(blamed(progress.outcomes, leg), tuple(progress.outcomes))
+
+
+def _deadline(phase: Phase, stream: bool) -> Deadline:
+    """Which deadline it is that passes in a phase."""
+    streams = phase is Phase.STREAMING or (phase is Phase.HANDED_OVER and not stream)
+    return Deadline.STALL if streams else Deadline.FIRST_TOKEN

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engines.types import EngineId, PrefillTiming, PrefillWork
+from failover.wedge import Owed
 from routing.bookings_log import NOTHING, Totals
 
 
@@ -247,6 +248,18 @@ class Bookings:
             decode_kv_tokens=decode.kv_tokens if decode is not None else 0,
             decode_requests=len(decode.works) if decode is not None else 0,
         )
+
+    def owed(self, engine_id: EngineId) -> Owed:
+        """What an engine still has to do for this gateway: a prefill all of it, a decode what was handed over to it."""
+        if (prefill := self._prefills.get(engine_id)) is not None and prefill.works:
+            works = prefill.works.values()
+            return Owed(len(works), max(booking.predicted_prefill_s for booking in works))
+        decode = self._decodes.get(engine_id, _NO_DECODE)
+        return Owed(sum(not self._is_in_prefill(booking) for booking in decode.works.values()))
+
+    def _is_in_prefill(self, booking: Booking) -> bool:
+        prefill = self._prefills.get(booking.prefill)
+        return prefill is not None and booking.rid in prefill.works
 
     def own_engines(self) -> Iterator[EngineId]:
         """The engines on which this gateway has promised anything."""

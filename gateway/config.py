@@ -1,19 +1,26 @@
 """Every knob of `pdgate serve`: default, unit, meaning and check, each written once.
 
 Pure. Flags that sglang-router has too mean the same here; its other flags are refused by name, never ignored.
-To add a knob: one field here, one line in `add_serve_arguments`, one in `from_args`, and code that reads it.
+To add a knob: one field, one line in `add_serve_arguments`, one in `from_args`, and code that reads it; those about
+limits and retries are in `gateway/limit_flags.py`, about broken streams in `gateway/failover_flags.py`.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from engines.types import H100_70B, PROFILES, EngineId, EngineProfile, EngineSpec, Role
-from gateway import redis_flags
+from gateway import failover_flags, limit_flags, redis_flags
+from gateway.failover_flags import DEFAULT_FAILOVER, FailoverConfig
+from gateway.flag_kinds import add, seconds, seconds_or_0, whole
+from gateway.limit_flags import DEFAULT_DEADLINES, DEFAULT_QUEUE, DEFAULT_RETRY
+from gateway.limit_flags import DeadlineConfig as DeadlineConfig
+from gateway.limit_flags import QueueConfig as QueueConfig
+from gateway.limit_flags import RetryConfig as RetryConfig
 from gateway.refused_flags import REFUSED_FLAGS, Refuse
 
 MAX_PROBE_INTERVAL_S = 4.0
@@ -48,6 +55,8 @@ class FleetConfig:
     prefills: tuple[EngineSpec, ...] = ()
     decodes: tuple[EngineSpec, ...] = ()
     probe_interval_s: float = 2.0
+    canary_interval_s: float = 30.0
+    """An idle pair's servers move a canary's KV as often as this at most; 0: only pairs in trouble do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,33 +78,6 @@ class RoutingConfig:
         if self.prefill_policy is None and self.decode_policy is None:
             return self.policy
         return f"{self.prefill_policy or self.policy} (prefill) and {self.decode_policy or self.policy} (decode)"
-
-
-@dataclass(frozen=True, slots=True)
-class QueueConfig:
-    """What may wait in the gateway, and for how long, before it is refused with 429."""
-
-    max_requests: int = 10_000
-    max_bytes: int = 1 << 30
-    timeout_s: float = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class DeadlineConfig:
-    """How long things may take: the whole request, from dispatch to first output, between outputs, shutting down."""
-
-    request_s: float = 1800.0
-    first_output_s: float = 120.0
-    """Well below the 300 s after which SGLang itself gives up a half-joined pair."""
-    stall_s: float = 60.0
-    shutdown_grace_s: float = 180.0
-
-
-@dataclass(frozen=True, slots=True)
-class RetryConfig:
-    """How many attempts a request may have in all, the first included."""
-
-    max_attempts: int = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +115,10 @@ class Config:
     server: ServerConfig = ServerConfig()
     fleet: FleetConfig = FleetConfig()
     routing: RoutingConfig = RoutingConfig()
-    queue: QueueConfig = QueueConfig()
-    deadlines: DeadlineConfig = DeadlineConfig()
-    retry: RetryConfig = RetryConfig()
+    queue: QueueConfig = DEFAULT_QUEUE
+    deadlines: DeadlineConfig = DEFAULT_DEADLINES
+    retry: RetryConfig = DEFAULT_RETRY
+    failover: FailoverConfig = DEFAULT_FAILOVER
     explain: ExplainConfig = ExplainConfig()
     ownership: OwnershipStoreConfig = OwnershipStoreConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
@@ -158,23 +141,29 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     fleet.add_argument(
         "--decode", action="append", default=[], metavar="URL", help="a decode server; may be given again"
     )
-    _add(
-        fleet, "--probe-interval-secs", _probe_interval, base.fleet.probe_interval_s, "how often each server is probed"
+    add(fleet, "--probe-interval-secs", _probe_interval, base.fleet.probe_interval_s, "how often each server is probed")
+    canary_s = base.fleet.canary_interval_s
+    add(
+        fleet,
+        "--canary-interval-secs",
+        seconds_or_0,
+        canary_s,
+        "how often an idle server moves a canary's KV; 0: never",
     )
 
     server = parser.add_argument_group("server")
-    _add(server, "--host", str, base.server.host, "address to listen on")
-    _add(server, "--port", _whole(0, 65535), base.server.port, "port to listen on; 0 takes a free one")
-    _add(server, "--max-payload-size", _whole(1), base.server.max_payload_bytes, "largest request body, in bytes")
-    _add(server, "--api-key", str, None, "key sent to every engine, and asked of clients")
-    _add(server, "--log-level", str, base.server.log_level, "least severe level logged", choices=LOG_LEVELS)
+    add(server, "--host", str, base.server.host, "address to listen on")
+    add(server, "--port", whole(0, 65535), base.server.port, "port to listen on; 0 takes a free one")
+    add(server, "--max-payload-size", whole(1), base.server.max_payload_bytes, "largest request body, in bytes")
+    add(server, "--api-key", str, None, "key sent to every engine, and asked of clients")
+    add(server, "--log-level", str, base.server.log_level, "least severe level logged", choices=LOG_LEVELS)
 
     routing = parser.add_argument_group("routing")
-    _add(routing, "--policy", _policy, base.routing.policy, f"how pairs are chosen: {', '.join(POLICIES)}")
-    _add(routing, "--prefill-policy", _policy, None, "the same for prefills alone")
-    _add(routing, "--decode-policy", _policy, None, "the same for decodes alone")
-    _add(routing, "--seed", int, base.routing.seed, "fixes how ties break (default: drawn at start)")
-    _add(
+    add(routing, "--policy", _policy, base.routing.policy, f"how pairs are chosen: {', '.join(POLICIES)}")
+    add(routing, "--prefill-policy", _policy, None, "the same for prefills alone")
+    add(routing, "--decode-policy", _policy, None, "the same for decodes alone")
+    add(routing, "--seed", int, base.routing.seed, "fixes how ties break (default: drawn at start)")
+    add(
         routing,
         "--profile",
         str,
@@ -182,29 +171,19 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         "what servers are assumed to be like until measured",
         choices=tuple(PROFILES),
     )
-    _add(routing, "--explain-ring", _whole(1), base.explain.ring, "latest decisions kept for `explain`")
+    add(routing, "--explain-ring", whole(1), base.explain.ring, "latest decisions kept for `explain`")
 
     _add_ownership_arguments(parser.add_argument_group("prefix ownership"), base)
 
-    limits = parser.add_argument_group("limits")
-    _add(limits, "--queue-max-requests", _whole(0), base.queue.max_requests, "requests that may wait")
-    _add(limits, "--queue-max-bytes", _whole(1), base.queue.max_bytes, "bytes of bodies that may wait")
-    _add(limits, "--queue-timeout-secs", _seconds, base.queue.timeout_s, "longest wait for a pair")
-    _add(limits, "--request-timeout-secs", _seconds, base.deadlines.request_s, "longest a request may take")
-    _add(
-        limits, "--first-token-timeout-secs", _seconds, base.deadlines.first_output_s, "longest from dispatch to output"
-    )
-    _add(limits, "--stall-timeout-secs", _seconds, base.deadlines.stall_s, "longest pause within a stream")
-    grace_s = base.deadlines.shutdown_grace_s
-    _add(limits, "--shutdown-grace-period-secs", _seconds_or_0, grace_s, "longest wait for what runs at shutdown")
-    _add(limits, "--max-attempts", _whole(1), base.retry.max_attempts, "attempts a request may have in all")
+    limit_flags.add_limit_arguments(parser.add_argument_group("limits"))
+    failover_flags.add_arguments(parser.add_argument_group("failover"))
 
     for flag, advice in REFUSED_FLAGS.items():
         parser.add_argument(flag, action=Refuse, nargs="*", help=argparse.SUPPRESS, const=advice)
 
 
 def _add_ownership_arguments(group: Any, base: Config) -> None:
-    _add(
+    add(
         group,
         "--redis-url",
         redis_flags.redis_url_or_memory,
@@ -212,16 +191,16 @@ def _add_ownership_arguments(group: Any, base: Config) -> None:
         "Redis that all gateways of this fleet share: redis:// or rediss:// (a Cluster is noticed), unix://, or "
         "redis+sentinel://HOST:PORT,HOST:PORT/SERVICE; memory: in this process (default: a private Redis)",
     )
-    _add(
+    add(
         group,
         "--redis-namespace",
         redis_flags.namespace,
         base.ownership.namespace,
         "names this fleet within that Redis",
     )
-    _add(group, "--redis-max-bytes", redis_flags.size_bytes, base.ownership.memory_bytes, "bound of a private Redis")
-    _add(group, "--tokenizer-path", str, None, "the model's Hugging Face folder or tokenizer.json: exact token counts")
-    _add(group, "--chat-template", str, None, "a Jinja file used instead of the tokenizer's own chat template")
+    add(group, "--redis-max-bytes", redis_flags.size_bytes, base.ownership.memory_bytes, "bound of a private Redis")
+    add(group, "--tokenizer-path", str, None, "the model's Hugging Face folder or tokenizer.json: exact token counts")
+    add(group, "--chat-template", str, None, "a Jinja file used instead of the tokenizer's own chat template")
 
 
 def from_args(args: argparse.Namespace) -> Config:
@@ -233,14 +212,10 @@ def from_args(args: argparse.Namespace) -> Config:
         server=ServerConfig(args.host.strip("[]"), args.port, args.max_payload_size, args.api_key, args.log_level),
         fleet=_fleet(args),
         routing=routing,
-        queue=QueueConfig(args.queue_max_requests, args.queue_max_bytes, args.queue_timeout_secs),
-        deadlines=DeadlineConfig(
-            request_s=args.request_timeout_secs,
-            first_output_s=args.first_token_timeout_secs,
-            stall_s=args.stall_timeout_secs,
-            shutdown_grace_s=args.shutdown_grace_period_secs,
-        ),
-        retry=RetryConfig(args.max_attempts),
+        queue=limit_flags.queue_config(args),
+        deadlines=limit_flags.deadline_config(args),
+        retry=limit_flags.retry_config(args),
+        failover=failover_flags.from_args(args),
         explain=ExplainConfig(args.explain_ring),
         ownership=OwnershipStoreConfig(args.redis_url, args.redis_namespace, args.redis_max_bytes),
         tokenizer=_tokenizer(args),
@@ -287,7 +262,7 @@ def _fleet(args: argparse.Namespace) -> FleetConfig:
             both = "twice" if seen[place] is spec.role else f"as --{seen[place]} and as --{spec.role}"
             raise ConfigError(f"{spec.url} is given {both}: each server has one role and is named once")
         seen[place] = spec.role
-    return FleetConfig(prefills, decodes, args.probe_interval_secs)
+    return FleetConfig(prefills, decodes, args.probe_interval_secs, args.canary_interval_secs)
 
 
 def _prefill(given: Sequence[str]) -> EngineSpec:
@@ -335,42 +310,10 @@ def _url(flag: str, text: str) -> tuple[str, SplitResult]:
 # -- reading flags --------------------------------------------------------------------------------------------------
 
 
-def _add(
-    group: Any, flag: str, kind: Callable[[str], Any], default: object, text: str, choices: Sequence[str] | None = None
-) -> None:
-    shown = "" if default is None else " (default %(default)s)"
-    group.add_argument(flag, type=kind, default=default, choices=choices, help=text + shown)
-
-
-def _whole(low: int, high: int | None = None) -> Callable[[str], int]:
-    def whole(text: str) -> int:
-        value = int(text)
-        if value < low or (high is not None and value > high):
-            raise argparse.ArgumentTypeError(f"{value} must be at least {low}" + (f", at most {high}" if high else ""))
-        return value
-
-    whole.__name__ = "whole number"  # argparse names it in its own error
-    return whole
-
-
-def _seconds(text: str) -> float:
-    value = _seconds_or_0(text)
-    if value == 0:
-        raise argparse.ArgumentTypeError("must be more than 0 seconds")
-    return value
-
-
 def _probe_interval(text: str) -> float:
-    value = _seconds(text)
+    value = seconds(text)
     if value > MAX_PROBE_INTERVAL_S:
         raise argparse.ArgumentTypeError(f"must be at most {MAX_PROBE_INTERVAL_S:g} seconds")
-    return value
-
-
-def _seconds_or_0(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} must be a number of seconds")
     return value
 
 

@@ -12,8 +12,10 @@ from engines.sglang_wire import RoomMaker
 from engines.upstream import Upstream
 from failover.monitor import Monitor
 from failover.poison import PoisonGuard
+from gateway.canaries import Canaries
 from gateway.config import Config
 from gateway.decider import Decider
+from gateway.engine_tokens import EngineTokens
 from gateway.explain import ExplainRing
 from gateway.join_probe import JoinProbe
 from gateway.kv_feed import KvFeed
@@ -21,6 +23,7 @@ from gateway.live import LiveRequests
 from gateway.observability import Metrics
 from gateway.releaser import Releaser
 from gateway.replicas import Replicas
+from gateway.retries import Retries
 from gateway.second_look import SecondLook
 from gateway.shared_state import SharedState
 from gateway.tokenizer import Tokenizer
@@ -41,6 +44,7 @@ class Gateway:
     strategy: PairStrategy
     tokenizer: Tokenizer | None
     joins: JoinProbe
+    engine_tokens: EngineTokens
     monitor: Monitor
     decider: Decider
     shared: SharedState
@@ -48,6 +52,8 @@ class Gateway:
     feed: KvFeed
     second_look: SecondLook
     releaser: Releaser
+    retries: Retries
+    canaries: Canaries
     poison: PoisonGuard
     rooms: RoomMaker
     rng: Random

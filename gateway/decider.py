@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Protocol
 
 from engines.types import EngineId, EngineView, FleetSnapshot, Health, PrefillWork, Role, prefill_s
+from failover.deadlines import RULES, Deadline, queue_text
 from gateway.bookings import Booking, Bookings
 from gateway.candidates import decode_state, no_pair_error, prefill_state
-from gateway.errors import no_pair, overloaded
+from gateway.errors import GatewayError, no_pair, overloaded
 from gateway.kv_audit import KvAudit
 from gateway.learned import Learned
 from gateway.owners import Owners
 from gateway.pairs import Pairs
+from gateway.panic import Panic
+from gateway.trials import AT_ONCE, Trials
 from routing import filters
 from routing.compatibility import Apart
 from routing.ownership import ClaimId
@@ -28,6 +31,7 @@ from routing.policies import Policy
 from routing.queueing import FILL_RATIO, HeldBack, Offer, WaitingQueue, has_room, retry_after_s
 from routing.types import Choice, Dropped, RequestView, RoutingSnapshot
 
+_MAYBE_ANOTHER = (Health.SUSPECTED, Health.BROKEN)
 _LOOK_AHEAD = 64
 """Requests that one pass looks at; one that let some leave is followed by another."""
 
@@ -59,6 +63,9 @@ class Decision:
     handed_over: bool = False
     over: bool = False
     apart: Sequence[Apart] = ()
+    pairs_in_trouble: Sequence[str] = ()
+    panic: frozenset[Role] = frozenset()
+    """The roles whose servers were used though they were late with their answers."""
 
     @property
     def pair(self) -> tuple[EngineId, EngineId]:
@@ -99,6 +106,8 @@ class Decider:
         self.learned = learned
         self.queue = queue
         self.bookings = Bookings()
+        self.trials = Trials()
+        self.panic = Panic()
         self._audit = KvAudit(self.bookings)
 
     # ---- requests ------------------------------------------------------------------------------------------------
@@ -155,7 +164,7 @@ class Decider:
 
     def _ready_decodes(self) -> Iterator[EngineId]:
         views = self._fleet.snapshot().with_role(Role.DECODE)
-        return (view.engine_id for view in views if view.health is Health.READY)
+        return (view.engine_id for view in views if view.takes_rooms)
 
     def _let_go(self, request: RequestView, held: HeldBack) -> bool:
         """Decide on a request whose turn it is; False when it must wait, which `held` is told then."""
@@ -181,13 +190,18 @@ class Decider:
         for request in self.queue.expired(now_s + 1e-3):
             waiter = self._waiters.get(request.request_id)
             if waiter is not None and not waiter.decided.done():
-                waiter.decided.set_exception(
-                    overloaded(
-                        f"no pair had room for {request.kv_tokens} tokens in time",
-                        retry_after_s=self.retry_after_s(),
-                    )
-                )
+                waiter.decided.set_exception(self._too_late(request))
         self.pump()
+
+    def _too_late(self, request: RequestView) -> GatewayError:
+        """Why it could not leave in time: no room, or nothing but pairs in quarantine."""
+        fleet = self._fleet.snapshot()
+        if self.pairs.shut(request.model, fleet):
+            return no_pair(f"no pair was out of quarantine in time ({self.pairs.why_none(fleet)})")
+        text = queue_text(asyncio.get_running_loop().time() - request.arrival_s, request.kv_tokens)
+        error = overloaded(text, retry_after_s=self.retry_after_s())
+        error.code = RULES[Deadline.QUEUE].code
+        return error
 
     # ---- the decision --------------------------------------------------------------------------------------------
 
@@ -199,11 +213,12 @@ class Decider:
         request = waiter.request
         now_s = asyncio.get_running_loop().time()
         fleet = self._fleet.snapshot()
-        kept, dropped = filters.filter_engines(request, map(self._with_staleness, fleet.engines))
+        seen = self._as_usable(fleet)
+        kept, dropped = filters.filter_engines(request, seen)
         prefills = [view for view in kept if view.spec.role is Role.PREFILL]
         decodes = [view for view in kept if view.spec.role is Role.DECODE]
         if not prefills or not decodes:
-            if self._may_come_back(fleet, Role.PREFILL if not prefills else Role.DECODE):
+            if _may_come_back(seen, Role.PREFILL if not prefills else Role.DECODE):
                 held.waits(request, full=())
                 return None
             raise no_pair_error(prefills, decodes, dropped)
@@ -228,13 +243,19 @@ class Decider:
         )
         choice = self._policy.choose(request, snapshot, self._rng)
         if choice is None:
-            if full:
+            if (
+                full
+                or any(_may_come_back(seen, role) for role in Role)
+                or self.pairs.may_open(prefills, (state.view for state in open_states), request.excluded_pairs)
+            ):
                 held.waits(request, full)
                 return None
             why = self.pairs.why_none(fleet)
             raise no_pair("no prefill and decode that are up may be paired" + (f" ({why})" if why else ""))
         decision = self._book(request, snapshot, choice, dropped)
-        decision.apart = self.pairs.apart(fleet)
+        decision.apart, decision.pairs_in_trouble = self.pairs.apart(fleet), self.pairs.lines()
+        decision.panic = self.panic.roles(fleet)
+        self.pairs.booked(decision)
         return decision
 
     def _book(
@@ -257,6 +278,8 @@ class Decider:
         )
         claim = self.owners.promise(prefill.view, request, snapshot.now_s, prefill.rank)
         self.bookings.book(booking)  # last: nothing that may go wrong comes between this and its decision
+        for view in (prefill.view, decode.view):
+            self.trials.begin(view, booking.rid)
         waited_s = max(0.0, snapshot.now_s - request.arrival_s)
         return Decision(
             booking.rid,
@@ -272,15 +295,24 @@ class Decider:
             claim,
         )
 
-    def _with_staleness(self, view: EngineView) -> EngineView:
-        """No decode is given a prefill whose bootstrap server has not answered lately."""
-        if view.spec.role is Role.PREFILL and view.health is Health.READY and self._is_stale(view.engine_id):
-            return replace(view, health=Health.SLOW, reason="its last good probe is too old")
-        return view
+    def _as_usable(self, fleet: FleetSnapshot) -> list[EngineView]:
+        """The servers as far as they may be used now: late ones in a panic, those on probation for a few requests.
 
-    def _may_come_back(self, fleet: FleetSnapshot, role: Role) -> bool:
-        """Whether a server of this role is only late with an answer: a reason to wait, not to refuse."""
-        return any(self._with_staleness(view).health is Health.SLOW for view in fleet.with_role(role))
+        No decode is given a prefill whose bootstrap server has not answered lately, panic or not.
+        """
+        panic = self.panic.roles(fleet)
+        return [self._usable(view, panic) for view in fleet.engines]
+
+    def _usable(self, view: EngineView, panic: frozenset[Role]) -> EngineView:
+        if view.health is Health.SLOW and view.spec.role in panic:
+            view = replace(view, health=Health.READY)
+        if not view.takes_rooms:
+            return view
+        if view.spec.role is Role.PREFILL and self._is_stale(view.engine_id):
+            return replace(view, health=Health.SLOW, reason="its last good probe is too old")
+        if view.health is Health.PROBATION and self.trials.is_full(view.engine_id):
+            return replace(view, health=Health.SLOW, reason=f"half-open: {AT_ONCE} requests on it have to prove it")
+        return view
 
     def _versions(self, fleet: FleetSnapshot) -> dict[str, int]:
         return {
@@ -300,6 +332,7 @@ class Decider:
         if decision.handed_over or decision.over:
             return
         decision.handed_over = True
+        self.pairs.handed_over(decision)
         now_s = asyncio.get_running_loop().time()
         took_s = self.bookings.prefill_done(decision.booking, now_s)
         if self._is_trusted(decision.prefill):
@@ -322,7 +355,10 @@ class Decider:
         if decision.over:
             return
         decision.over = True
+        self.pairs.finished(decision)
         self.bookings.release(decision.booking, asyncio.get_running_loop().time())
+        for engine_id in decision.pair:
+            self.trials.over(engine_id, decision.rid)
         if not decision.handed_over:
             self._drop_claim(decision)
         self.pump()
@@ -351,7 +387,12 @@ class Decider:
     def _is_trusted(self, view: EngineView) -> bool:
         """Whether what `view` computed is still there: while a restart is suspected, ownership is not written."""
         now = self._view(view.engine_id)
-        return now is not None and now.epoch == view.epoch and now.health is not Health.SUSPECTED
+        return now is not None and now.epoch == view.epoch and now.health not in _MAYBE_ANOTHER
 
     def _drop_claim(self, decision: Decision) -> None:
         self.owners.broken(decision.prefill, decision.request, decision.claim)
+
+
+def _may_come_back(views: Iterable[EngineView], role: Role) -> bool:
+    """Whether a server of this role takes no rooms for the moment only: a reason to wait, not to refuse."""
+    return any(view.health is Health.SLOW and view.spec.role is role and not view.draining for view in views)

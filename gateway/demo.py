@@ -22,30 +22,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from engines.server_process import ServerProcess, die_with_parent, free_ports
+from engines.server_process import die_with_parent, free_ports
 from engines.sglang_process import NoEnvironment
 from gateway.demo_fleets import DemoFleet, EmulatedFleet, SglangFleet
+from gateway.demo_guest import CHAT_S, Chat, Guest
 from gateway.explain_cli import show
-
-_READY_S = 20.0
-_CHAT_S = 60.0
-_SYSTEM = "You are the guide of a museum of failures. " + " ".join(
-    f"Rule {number}: never lose, repeat or splice a token, however many servers die." for number in range(1, 60)
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Chat:
-    """One answer as a client saw it."""
-
-    question: str
-    text: str
-    prefill: str
-    decode: str
-    attempts: int
-    request_id: str
-    cached_tokens: int
-    error: str = ""
 
 
 @dataclass(slots=True)
@@ -124,8 +105,9 @@ async def _demo(fleet: DemoFleet, report: Report, console: Console) -> None:
             await server.wait_ready()
             console.print(f"{server.role} {server.url} is up")
         url = await stack.enter_async_context(_gateway(fleet))
-        guest = Guest(url, await stack.enter_async_context(aiohttp.ClientSession()), fleet)
+        guest = Guest(url, await stack.enter_async_context(aiohttp.ClientSession()), fleet.body)
         await guest.wait_ready(pairs=len(fleet.prefills) * len(fleet.decodes))
+        await fleet.prepare(guest)
         console.print(f"gateway at {url}, OpenAI API under {url}/v1\n")
         await _shared_prefix(guest, fleet, report, console)
         if len(fleet.decodes) > 1:
@@ -150,7 +132,7 @@ async def _shared_prefix(guest: Guest, fleet: DemoFleet, report: Report, console
     report.second_cached_tokens = second.cached_tokens
     console.print(f"first answer: {first.text[:70]!r} …")
     console.print(f"second answer: {second.text[:70]!r} … ({second.cached_tokens} prompt tokens were cached)\n")
-    await _check_whole("both chats are whole", [first, second], 24, fleet, guest, report)
+    await _check_whole("both chats are whole", [first, second], fleet, guest, report)
     same = second.prefill == first.prefill
     where = f"both prefilled on {second.prefill}" if same else f"{first.prefill}, then {second.prefill}"
     report.check("the second went to the prefix's owner", same, where)
@@ -158,19 +140,35 @@ async def _shared_prefix(guest: Guest, fleet: DemoFleet, report: Report, console
 
 
 async def _kill_a_decode(guest: Guest, fleet: DemoFleet, report: Report, console: Console) -> None:
-    """Non-streamed chats are under way on both decodes; one of the two is killed."""
-    console.rule("a decode is killed during non-streamed chats")
-    questions = [f"Tell me about exhibit {number}." for number in range(fleet.calls)]
-    await fleet.learn(questions, fleet.long_tokens, guest.call)
-    calls = [asyncio.ensure_future(guest.call(question, fleet.long_tokens)) for question in questions]
+    """Streams run on both decodes, greedy and sampled ones, and chats that are not streamed; one decode is killed."""
+    console.rule("a decode is killed during running streams")
+    calls = [f"Tell me about exhibit {number}." for number in range(fleet.calls)]
+    rooms = [f"Describe hall {number}." for number in range(fleet.streams)]
+    await fleet.learn([*calls, *rooms], fleet.long_tokens, guest.call)
+    running = asyncio.Semaphore(0)
+    streams = [
+        asyncio.ensure_future(guest.stream(room, fleet.long_tokens, running.release, sampled=number % 2 == 1))
+        for number, room in enumerate(rooms)
+    ]
+    others = [asyncio.ensure_future(guest.call(question, fleet.long_tokens)) for question in calls]
+    for _ in streams:
+        await asyncio.wait_for(running.acquire(), CHAT_S)
     victim = await guest.busiest(fleet.decodes, at_least=2)
     await victim.kill(signal.SIGKILL)
-    console.print(f"killed decode {victim.url}")
-    chats = await asyncio.gather(*calls)
-    retried = sum(chat.attempts > 1 for chat in chats)
-    _tell(console, chats)
-    await _check_whole("chats are whole though a decode died", chats, fleet.long_tokens, fleet, guest, report)
-    report.check("the kill was felt", retried > 0, f"{retried} of {len(chats)} took another attempt")
+    console.print(f"killed decode {victim.url} with {len(streams)} streams and {len(others)} other chats running")
+    streamed, whole = await asyncio.gather(*streams), await asyncio.gather(*others)
+    _tell(console, [*streamed, *whole])
+    greedy, sampled = streamed[::2], streamed[1::2]
+    await _check_whole("greedy streams are whole though a decode died", greedy, fleet, guest, report)
+    await _check_whole("sampled streams are whole though a decode died", sampled, fleet, guest, report)
+    await _check_whole("chats that are not streamed too", whole, fleet, guest, report)
+    went_on = [chat for chat in streamed if chat.text and await _resumed(guest, chat)]
+    report.check("the kill was felt", bool(went_on), f"{len(went_on)} of {len(streamed)} streams went on elsewhere")
+
+
+async def _resumed(guest: Guest, chat: Chat) -> bool:
+    """Whether an attempt went on from tokens that its client had."""
+    return any(attempt["emitted_tokens"] for attempt in (await guest.explain(chat.request_id))["attempts"])
 
 
 async def _kill_a_prefill(guest: Guest, fleet: DemoFleet, report: Report, console: Console) -> None:
@@ -183,12 +181,12 @@ async def _kill_a_prefill(guest: Guest, fleet: DemoFleet, report: Report, consol
         asyncio.ensure_future(guest.stream(question, fleet.long_tokens, running.release)) for question in questions
     ]
     for _ in streams:
-        await asyncio.wait_for(running.acquire(), _CHAT_S)
+        await asyncio.wait_for(running.acquire(), CHAT_S)
     await fleet.prefills[0].kill(signal.SIGKILL)
     console.print(f"killed prefill {fleet.prefills[0].url} with {len(streams)} streams running")
     chats = await asyncio.gather(*streams)
     _tell(console, chats)
-    await _check_whole("streams are whole though a prefill died", chats, fleet.long_tokens, fleet, guest, report)
+    await _check_whole("streams are whole though a prefill died", chats, fleet, guest, report)
     once = all(chat.attempts == 1 for chat in chats)
     report.check("every stream took one attempt", once, f"{sum(chat.attempts for chat in chats)} for {len(chats)}")
 
@@ -209,114 +207,15 @@ async def _nothing_leaked(guest: Guest, fleet: DemoFleet, report: Report, consol
     console.print()
 
 
-async def _check_whole(
-    what: str, chats: Sequence[Chat], tokens: int, fleet: DemoFleet, guest: Guest, report: Report
-) -> None:
+async def _check_whole(what: str, chats: Sequence[Chat], fleet: DemoFleet, guest: Guest, report: Report) -> None:
     """Every chat came without an error, and with the very text that it must have."""
     exact, trouble = 0, ""
     for chat in chats:
-        if not chat.error and chat.text == await fleet.expected(chat.question, tokens, guest.call):
+        if not chat.error and await fleet.is_true(chat, guest):
             exact += 1
         else:
             trouble = trouble or f"; {chat.error or 'an answer differs from ' + fleet.oracle}"
     report.check(what, exact == len(chats), f"{exact} of {len(chats)} exact{trouble}")
-
-
-class Guest:
-    """A client of the gateway."""
-
-    def __init__(self, url: str, http: aiohttp.ClientSession, fleet: DemoFleet) -> None:
-        self.url = url
-        self._http = http
-        self._fleet = fleet
-
-    async def get(self, url: str) -> Any:
-        async with self._http.get(url, timeout=aiohttp.ClientTimeout(total=5)) as answer:
-            return await answer.json()
-
-    async def wait_ready(self, pairs: int) -> None:
-        """Wait until the gateway has found all its pairs; RuntimeError if it does not."""
-        loop = asyncio.get_running_loop()
-        until_s = loop.time() + _READY_S
-        while loop.time() < until_s:
-            try:
-                if (await self.get(f"{self.url}/readyz"))["pairs"] >= pairs:
-                    return
-            except (aiohttp.ClientError, TimeoutError):
-                pass
-            await asyncio.sleep(0.05)
-        raise RuntimeError(f"the gateway did not find {pairs} pairs within {_READY_S:g} s")
-
-    async def explain(self, request_id: str) -> dict[str, Any]:
-        record: dict[str, Any] = await self.get(f"{self.url}/pdgate/explain/{request_id}")
-        return record
-
-    async def busiest(self, decodes: Sequence[ServerProcess], at_least: int) -> ServerProcess:
-        """The decode with most requests running, once it has some."""
-        loop = asyncio.get_running_loop()
-        until_s = loop.time() + _CHAT_S
-        while loop.time() < until_s:
-            loads = [(await self.get(f"{server.url}/v1/loads"))["loads"][0] for server in decodes]
-            running, busiest = max((load["num_running_reqs"], index) for index, load in enumerate(loads))
-            if running >= at_least:
-                return decodes[busiest]
-            await asyncio.sleep(0.01)
-        raise RuntimeError("no decode got any work")
-
-    async def call(self, question: str, tokens: int) -> Chat:
-        """One chat, not streamed."""
-        body = self._fleet.body(question, tokens)
-        async with self._post(body) as answer:
-            parsed = await answer.json()
-            if answer.status != 200:
-                return _chat(question, "", answer.headers, None, parsed["error"]["message"])
-            text = parsed["choices"][0]["message"]["content"]
-            return _chat(question, text, answer.headers, parsed["usage"])
-
-    async def stream(self, question: str, tokens: int, on_first: Any = None) -> Chat:
-        """One streamed chat; `on_first` is called at its first content."""
-        body = {**self._fleet.body(question, tokens), "stream": True, "stream_options": {"include_usage": True}}
-        text, usage, error, done = "", None, "", False
-        async with self._post(body) as answer:
-            if answer.status != 200:
-                return _chat(question, "", answer.headers, None, (await answer.json())["error"]["message"])
-            async for event in _events(answer):
-                if event == "[DONE]":
-                    done = True
-                    continue
-                chunk = json.loads(event)
-                error = error or chunk.get("error", {}).get("message", "")
-                usage = chunk.get("usage") or usage
-                for choice in chunk.get("choices", ()):
-                    text += choice["delta"].get("content") or ""
-                    if text and on_first is not None:
-                        on_first()
-                        on_first = None
-        return _chat(question, text, answer.headers, usage, error or ("" if done else "the stream just ended"))
-
-    def _post(self, body: dict[str, Any]) -> Any:
-        timeout = aiohttp.ClientTimeout(total=_CHAT_S)
-        return self._http.post(f"{self.url}/v1/chat/completions", json=body, timeout=timeout)
-
-
-async def _events(answer: aiohttp.ClientResponse) -> AsyncIterator[str]:
-    async for line in answer.content:
-        if line.startswith(b"data: "):
-            yield line[6:].strip().decode()
-
-
-def _chat(question: str, text: str, headers: Any, usage: Any, error: str = "") -> Chat:
-    details = (usage or {}).get("prompt_tokens_details") or {}
-    return Chat(
-        question,
-        text,
-        headers.get("x-pdgate-prefill", ""),
-        headers.get("x-pdgate-decode", ""),
-        int(headers.get("x-pdgate-attempts", 0)),
-        headers.get("x-pdgate-request-id", ""),
-        details.get("cached_tokens") or 0,
-        error,
-    )
 
 
 @asynccontextmanager
@@ -324,6 +223,7 @@ async def _gateway(fleet: DemoFleet) -> AsyncIterator[str]:
     """A gateway process in front of these servers; its URL."""
     (port,) = free_ports(1)
     flags = ["--pd-disaggregation", "--host", "127.0.0.1", "--port", str(port), "--log-level", "warn"]
+    flags += ["--tokenizer-path", str(fleet.tokenizer_path)]
     for server in fleet.prefills:
         flags += ["--prefill", server.url, str(server.bootstrap_port)]
     for server in fleet.decodes:

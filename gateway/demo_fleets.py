@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from engines import sglang_process
 from engines.emulator.process import EmulatedServer
+from engines.emulator.tokenizer_files import FOLDER
 from engines.emulator.tokens import decode, encode, render_chat
 from engines.server_process import ServerProcess
 from engines.sglang_process import SglangServer
-from engines.token_rule import continue_greedily, unpack
+from engines.token_rule import sampling_key, unpack
 from engines.types import Role
+from failover.chaos.history import Attempt, Choice, Limits
+from failover.chaos.segments import Read, Whole, explain
+from gateway.demo_guest import READY_S, Chat, Guest
 
 _SPEED = 5.0
 _SYSTEM = "You are the guide of a museum of failures. " + " ".join(
@@ -25,16 +30,7 @@ _SERVER_BYTES = 2 << 30
 """What a real server of the tiny model takes, with room to spare."""
 
 
-class Answer(Protocol):
-    """What is learned from: text, and the error if there was one."""
-
-    @property
-    def text(self) -> str: ...
-    @property
-    def error(self) -> str: ...
-
-
-Ask = Callable[[str, int], Awaitable[Answer]]
+Ask = Callable[[str, int], Awaitable[Chat]]
 """Asks a question for so many tokens, greedily."""
 Get = Callable[[str], Awaitable[Any]]
 """The JSON at a URL."""
@@ -48,6 +44,7 @@ class DemoFleet(ABC):
     """What to say of how long it takes to start."""
     oracle: str
     model: str
+    tokenizer_path: Path
     system: str
     streams: int
     calls: int
@@ -72,9 +69,20 @@ class DemoFleet(ABC):
     async def learn(self, questions: Sequence[str], tokens: int, ask: Ask) -> None:
         """Find out the answers, where that takes asking, before anything is disturbed."""
 
+    async def prepare(self, guest: Guest) -> None:
+        """Find out, while all servers live, what `is_true` needs of them; wait until chats are asked for with ids."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + READY_S
+        while loop.time() < until_s:
+            chat = await guest.stream("Are you open?", 1)
+            if (await guest.explain(chat.request_id))["attempts"][-1]["plain_chat_reason"] is None:
+                return
+            await asyncio.sleep(0.1)
+        raise RuntimeError("the gateway did not come to know how its servers tokenize")
+
     @abstractmethod
-    async def expected(self, question: str, tokens: int, ask: Ask) -> str:
-        """The only right answer."""
+    async def is_true(self, chat: Chat, guest: Guest) -> bool:
+        """Whether this is an answer that the model gives: for a greedy chat the only one."""
 
     @abstractmethod
     async def held_kv_tokens(self, server: ServerProcess, get: Get) -> int:
@@ -87,6 +95,7 @@ class EmulatedFleet(DemoFleet):
     story = "2 prefill and 2 decode servers (emulated)"
     oracle = "the model's own answer"
     model = "emulated"
+    tokenizer_path = FOLDER
     system = _SYSTEM
     streams, calls, long_tokens = 12, 8, 300
     release_s = 30.0 / _SPEED + 2.0
@@ -96,13 +105,32 @@ class EmulatedFleet(DemoFleet):
         roles = (Role.PREFILL, Role.PREFILL), (Role.DECODE, Role.DECODE)
         prefills, decodes = ([EmulatedServer(role, speed=_SPEED, arguments=flags) for role in each] for each in roles)
         super().__init__(prefills, decodes)
+        self._secrets: dict[str, bytes] = {}
 
     async def learn(self, questions: Sequence[str], tokens: int, ask: Ask) -> None:
         """Nothing: the rule tells."""
 
-    async def expected(self, question: str, tokens: int, ask: Ask) -> str:
-        prompt = unpack(encode(render_chat(self.body(question, tokens)["messages"])))
-        return decode(continue_greedily(prompt, tokens))
+    async def prepare(self, guest: Guest) -> None:
+        await super().prepare(guest)
+        for server in self.servers:
+            self._secrets[server.url] = bytes.fromhex((await guest.get(f"{server.url}/emulator/secret"))["secret"])
+
+    async def is_true(self, chat: Chat, guest: Guest) -> bool:
+        """Attempt by attempt: each must have gone on from just what the one before had written."""
+        prompt = tuple(unpack(encode(render_chat(self.body(chat.question, 1)["messages"]))))
+        tries = (await guest.explain(chat.request_id))["attempts"]
+        attempts = tuple(self._attempt(each, sampled=chat.sampled) for each in tries)
+        read = Read(chat.text, None, chat.finish)
+        found = explain(Choice(prompt, attempts), Limits(self._asked_tokens(chat)), read, decode)
+        return isinstance(found, Whole) and len(found.ids) == chat.completion_tokens
+
+    def _asked_tokens(self, chat: Chat) -> int:
+        return chat.completion_tokens if chat.finish == "length" else self.long_tokens
+
+    def _attempt(self, told: Mapping[str, Any], *, sampled: bool) -> Attempt:
+        rid, pair = told["rid"], (told["prefill"], told["decode"])
+        keys = [sampling_key(self._secrets[url], rid) if sampled else b"" for url in pair]
+        return Attempt(rid, int(told["room"]), *pair, told["decided_s"], told["ended_s"], *keys)
 
     async def held_kv_tokens(self, server: ServerProcess, get: Get) -> int:
         return sum((await get(f"{server.url}/emulator/ledger"))["by_room"].values())
@@ -129,6 +157,7 @@ class SglangFleet(DemoFleet):
         )
         self.story = f"1 prefill and {decodes} decode servers of SGLang (their output: {launch.directory / 'logs'})"
         self.model = launch.served_model_name
+        self.tokenizer_path = launch.model_dir
         self._answers: dict[tuple[str, int], str] = {}
 
     async def learn(self, questions: Sequence[str], tokens: int, ask: Ask) -> None:
@@ -138,10 +167,14 @@ class SglangFleet(DemoFleet):
                 raise RuntimeError(f"a chat failed before anything was killed: {answer.error}")
             self._answers[question, tokens] = answer.text
 
-    async def expected(self, question: str, tokens: int, ask: Ask) -> str:
-        if (question, tokens) not in self._answers:
-            await self.learn([question], tokens, ask)
-        return self._answers[question, tokens]
+    async def is_true(self, chat: Chat, guest: Guest) -> bool:
+        """A sampled answer can only be known to have all its tokens."""
+        asked = (chat.question, chat.completion_tokens)
+        if chat.sampled:
+            return bool(chat.text) and (chat.finish == "stop" or chat.completion_tokens == self.long_tokens)
+        if asked not in self._answers:
+            await self.learn([chat.question], chat.completion_tokens, guest.call)
+        return self._answers[asked] == chat.text
 
     async def held_kv_tokens(self, server: ServerProcess, get: Get) -> int:
         """By `/v1/loads`, which says what requests use: what the radix cache keeps is not counted."""

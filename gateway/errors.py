@@ -52,6 +52,11 @@ class GatewayError(Exception):
         self.safe_to_retry = safe_to_retry
         self.headers: dict[str, str] = {}
 
+    def saying(self, message: str) -> GatewayError:
+        """This error, in other words."""
+        self.message = clipped(message)
+        return self
+
     def openai_error(self) -> dict[str, Any]:
         """The error as an OpenAI client library parses it."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}

@@ -7,6 +7,7 @@ long after their requests: texts are clipped, and the blocks of a prompt go when
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,6 +42,8 @@ class AttemptRecord:
     outcomes: list[Outcome] = field(default_factory=list)
     verdict: str = ""
     cached_tokens: int | None = None
+    course: Mapping[str, Any] = field(default_factory=dict)
+    """The engine's route, why a chat is not asked for with ids, what happens if the stream breaks, where it goes on."""
 
     def note(self, outcome: Outcome) -> None:
         """A leg of it failed."""
@@ -76,11 +79,14 @@ class AttemptRecord:
             **_cost(decision.choice.best),
             "considered": [_candidate(candidate) for candidate in decision.choice.considered],
             "dropped": [{"engine": each.engine_id, "reason": each.reason} for each in decision.dropped],
+            "panic": sorted(decision.panic),
             "pair_note": _pair_note(decision),
             "apart": [pairs.line(each) for each in decision.apart[: pairs.TOLD_AT_ONCE]],
+            "pairs_in_trouble": list(decision.pairs_in_trouble),
             "versions": dict(decision.versions),
             "outcomes": [_outcome(outcome) for outcome in self.outcomes],
             "verdict": self.verdict,
+            **self.course,
         }
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from engines.types import EngineId, Health, Role
 from gateway.context import Gateway
+from gateway.drain import DrainState, drain_state
 from gateway.kv_feed import FeedMode, FeedStats
 from gateway.replicas import ReplicasStatus
 from routing.ownership import StoreState, StoreStatus
@@ -20,7 +21,20 @@ def gauges(gw: Gateway) -> Iterator[Gauge]:
     bookings, decider = gw.decider.bookings, gw.decider
     for view in gw.fleet.views():
         labels = {"engine": str(view.engine_id), "role": str(view.spec.role)}
-        yield "pdgate_engine_ready", "1 when new rooms may go to it", labels, float(view.health is Health.READY)
+        yield "pdgate_engine_ready", "1 when new rooms may go to it", labels, float(view.takes_rooms)
+        for health in Health:
+            state = {**labels, "health": str(health)}
+            yield "pdgate_engine_health", "1 for what is thought of it", state, float(view.health is health)
+        draining = drain_state(gw, view)
+        yield "pdgate_engine_draining", "1 while an operator wants no new rooms on it", labels, float(view.draining)
+        yield (
+            "pdgate_engine_drained",
+            "1 when it may be restarted or removed",
+            labels,
+            float(draining is DrainState.DRAINED),
+        )
+        pinned = float(gw.releaser.on_engine(view.engine_id))
+        yield "pdgate_pinned_requests", "Abandoned requests that it is not known to have dropped", labels, pinned
         yield "pdgate_engine_epoch", "Grows with every noticed restart", labels, float(view.epoch)
         unaccounted = decider.unaccounted_tokens(view)
         yield (
@@ -44,7 +58,21 @@ def gauges(gw: Gateway) -> Iterator[Gauge]:
             yield "pdgate_booked_kv_tokens", "KV tokens promised to a decode", labels, float(own.decode_kv_tokens)
             elsewhere = bookings.decode_kv_tokens(view.engine_id) - own.decode_kv_tokens
         yield "pdgate_booked_elsewhere_tokens", "The same, promised by other gateways", labels, float(elsewhere)
+    for (engine_id, before, after, event), count in gw.monitor.transitions.items():
+        step = {"engine": str(engine_id), "before": str(before), "after": str(after), "event": event.value}
+        yield "pdgate_health_transitions", "Changes of health, since the start", step, float(count)
+    panic = decider.panic.roles(gw.fleet.snapshot())
+    for role in (Role.PREFILL, Role.DECODE):
+        labels = {"role": str(role)}
+        yield "pdgate_panic", "1 while late servers of a role get rooms all the same", labels, float(role in panic)
+    for pair_state, pairs in decider.pairs.states(gw.fleet.snapshot()).items():
+        yield "pdgate_pairs", "Pairs that can exchange KV, by state", {"state": str(pair_state)}, float(pairs)
+    for result, canaries in gw.canaries.counts.items():
+        yield "pdgate_canaries", "Canaries by how they ended, since the start", {"result": result}, float(canaries)
     yield "pdgate_queue_requests", "Requests that wait for a pair", {}, float(len(decider.queue))
+    budget_left, turns = gw.retries.budget_left, gw.retries.turns
+    yield "pdgate_retry_budget", "Further attempts that all requests may make now", {}, budget_left
+    yield "pdgate_prefill_turns_waiting", "Requests that wait to have a prompt computed again", {}, float(turns.waiting)
     yield "pdgate_queue_bytes", "Bytes of bodies that wait", {}, float(decider.queue.body_bytes)
     yield "pdgate_live_bookings", "Attempts whose bookings are not released", {}, float(bookings.live())
     yield "pdgate_releases_pending", "Abandoned attempts not known to be free", {}, float(gw.releaser.pending)

@@ -19,7 +19,7 @@ import orjson
 
 from engines.errors import UpstreamError
 from engines.tasks import spawn
-from engines.types import EngineId, EngineView, Health, Role
+from engines.types import EngineId, EngineView, Role
 from gateway.openai_api import Api
 from gateway.tokenizer import AT_ONCE_BYTES, Tokenizer, Untokenized
 from routing.prefix import BlockKind, hash_block_tokens
@@ -152,7 +152,7 @@ class JoinProbe:
     def _is_due(self, view: EngineView) -> bool:
         """Up, and neither being asked, nor asked since it started, nor just found unable to answer."""
         verdict = self._verdicts.get(view.engine_id)
-        if view.health is not Health.READY or view.engine_id in self._asked:
+        if not view.health.takes_rooms or view.engine_id in self._asked:
             return False
         if verdict is not None and verdict.epoch == view.epoch:
             return False

@@ -18,8 +18,9 @@ import zmq.asyncio
 
 from engines.kv_events import KvBatch
 from engines.kv_subscriber import ConditionKind, KvCondition, KvSubscriber
+from engines.kv_types import KvEvent, PagesCleared
 from engines.tasks import spawn, stop
-from engines.types import EngineId, EngineView, FleetSnapshot, KvEvent, KvEventSource, PagesCleared, Role
+from engines.types import EngineId, EngineView, FleetSnapshot, KvEventSource, Role
 from failover.shared_leases import Alone, Holder
 from routing.kv_bridge import Change, Held, KvBridge, Lost
 from routing.kv_joining import joined
@@ -33,9 +34,7 @@ MAX_SOCKETS = 65_535
 """Of all engines' ranks together; ZMQ's own default is 1023."""
 MAX_PAGES = 2_000_000
 """Pages that are remembered of one rank: 230 MB where a page is one token."""
-SLICE_PAGES = 512
-SLICE_TOKENS = 2048
-STEP_S = 0.002
+SLICE_PAGES, SLICE_TOKENS, STEP_S = 512, 2048, 0.002
 """A step of the event loop ends after so many pages (or so many tokens where pages are large), or after so long."""
 LEASE = "kv-events:"
 UNABLE_S, LEFT_TO_OTHERS_S = 10.0, 30.0

@@ -37,6 +37,13 @@ class Learned:
         state = self._decode.get(engine_id)
         return self.profile.decode if state is None else estimator.corrected_decode(self.profile.decode, state)
 
+    def prefill_error(self, engine_id: EngineId) -> float | None:
+        """Mean relative error of its predicted prefills; None before there was enough to predict by."""
+        return _known_error(self._prefill.get(engine_id))
+
+    def decode_error(self, engine_id: EngineId) -> float | None:
+        return _known_error(self._decode.get(engine_id))
+
     def prompt_tokens(self, model: str, prompt_bytes: int) -> int:
         """The tokens that so many bytes of text stand for under this model's tokenizer."""
         return estimator.prompt_tokens(self._bytes_per_token.get(model, estimator.BYTES_PER_TOKEN), prompt_bytes)
@@ -101,6 +108,11 @@ class Learned:
     def _prior_prefill(self, chunk_tokens: int) -> PrefillTiming:
         prior = self.profile.prefill
         return PrefillTiming(prior.base_s, prior.per_token_s, prior.per_token2_s, chunk_tokens)
+
+
+def _known_error(state: Ratio | None) -> float | None:
+    enough = state is not None and state.observations >= estimator.DEFAULT_RATIO.min_observations
+    return state.error_ratio if state is not None and enough else None
 
 
 def _bound(states: OrderedDict[str, Ratio] | OrderedDict[str, Quantile]) -> None:

@@ -1,5 +1,7 @@
 """The story of one request, top to bottom: parse, admit, hash, decide, dispatch, follow, commit, stream, settle.
 
+Where an attempt fails: judge, then begin anew while its client has nothing, else go on where the stream broke.
+
 Each step is one call into the file of that name. Whatever happens, and wherever this is cancelled, an attempt's
 booking is released once and its legs are let go of once.
 """
@@ -8,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from engines.base import Attempt
@@ -17,21 +21,28 @@ from engines.sglang_wire import new_rid
 from engines.tasks import spawn
 from engines.types import EngineId
 from failover import retry
+from failover.deadlines import RULES, Deadline
 from failover.retry import Verdict
+from failover.turns import Turn
 from gateway import openai_api
 from gateway.admission import admit
 from gateway.attempt import AttemptFailed, follow
 from gateway.context import Gateway
+from gateway.continuation import Ahead, go_on
+from gateway.course import Course, StreamOver
 from gateway.decider import Decision
 from gateway.errors import GatewayError
 from gateway.explain import AttemptRecord, Record
 from gateway.openai_api import Api, Unit
-from gateway.prompt import Prompt, identify, request_view
+from gateway.patience import MeasuredPatience, Patience
+from gateway.prompt import Prompt, identify
 from gateway.reply import Client, MergedSink, Merger, Reply, SingleSink, UnitSink
+from gateway.routes import wanted_modes
 from gateway.settle import learn
 from gateway.story import AttemptObserver, Story, close_story, identity_headers
 from gateway.tracing import leg_headers
 from gateway.verdict import Tries, final_error, judge
+from routing.types import RequestView
 
 _AT_ONCE = 32
 """Engine requests of one batch that are begun before others get their turn on the loop."""
@@ -63,7 +74,8 @@ async def handle(gw: Gateway, arrival: Arrival, client: Client) -> None:
         record.aliases = (request.client_rid,) if request.client_rid else ()
         gw.explain.add(record)
         deadline_s = arrival.arrival_s + gw.config.deadlines.request_s
-        story = Story(request, record.model, reply, record, span, arrival.arrival_s, deadline_s)
+        modes = wanted_modes(gw, arrival.headers)
+        story = Story(request, record.model, reply, record, span, arrival.arrival_s, deadline_s, modes)
         try:
             await gw.live.run((public_id, *record.aliases), _answer(gw, story, units))
             record.status = 200
@@ -165,30 +177,71 @@ async def _run_unit(
     """
     if (prompt := prompts.get(unit.prompt_index)) is None:
         prompt = prompts[unit.prompt_index] = await identify(gw, story.request.api, unit, story.model)
-    view = request_view(gw, story.request, unit, story.model, prompt, story.arrival_s, story.deadline_s)
-    tries = Tries()
+    course = Course(gw, story, unit, sink, prompt)
+    view, tries = course.view(), Tries()
     while True:
-        view = replace(view, deadline_s=_queue_deadline_s(gw, story))
-        try:
-            decision = await gw.decider.submit(view, pinned)
-        except GatewayError as error:
-            if tries.last is None or error.code != "no_pair_available":
-                raise
-            last, judged = tries.last  # it says more than what is left
-            raise final_error(gw, unit, last, retry.last_word(judged.fault)) from error
-        if lead is not None and not lead.done():
-            lead.set_result(decision.prefill.engine_id)
-        failed = await _attempt(gw, story, unit, sink, prompt, decision)
+        async with AsyncExitStack() as turns:
+            turn = await _turn(gw, story, unit, view, tries, turns)
+            decision = await _submit(gw, story, unit, view, tries, pinned)
+            if lead is not None and not lead.done():
+                lead.set_result(decision.prefill.engine_id)
+            if tries.last is None:
+                gw.retries.fresh(decision.decode.engine_id)
+            failed = await _attempt(gw, story, course, decision, turn)
         if failed is None:
             return
-        verdict = await judge(gw, tries, decision, failed, committed=sink.sent, deadline_s=story.deadline_s)
+        progressed = course.progressed()
+        verdict = await judge(
+            gw,
+            tries,
+            decision,
+            failed,
+            committed=course.sink.sent,
+            progressed=progressed,
+            deadline_s=story.deadline_s,
+        )
         story.record.judged(decision, verdict.verdict.value)
-        if verdict.verdict is not Verdict.RETRY:
-            raise final_error(gw, unit, failed, verdict)
+        match verdict.verdict:
+            case Verdict.RETRY:
+                course.restart()
+            case Verdict.CONTINUE:
+                if await go_on(gw, story, course, decision, failed) is Ahead.NOTHING:
+                    return
+                view = course.view() if progressed else view
+            case _:
+                raise final_error(gw, unit, failed, verdict)
         tries.last = (failed, verdict)
         view = view.avoiding(verdict.excluded_engine, verdict.excluded_pair)
-        sink.restart()
         await asyncio.sleep(verdict.delay_s)
+
+
+async def _turn(
+    gw: Gateway, story: Story, unit: Unit, view: RequestView, tries: Tries, turns: AsyncExitStack
+) -> Turn | None:
+    """A further attempt waits until its prompt may be computed again, and has that until hand-over; a first goes on."""
+    if tries.last is None:
+        return None
+    tokens = gw.retries.tokens_to_compute(view, gw.decider.owners.match(view))
+    try:
+        return await turns.enter_async_context(gw.retries.turn(tokens, _queue_deadline_s(gw, story)))
+    except TimeoutError as error:
+        failed, verdict = tries.last
+        raise final_error(gw, unit, failed, replace(verdict, verdict=Verdict.OUT_OF_TIME)) from error
+
+
+async def _submit(
+    gw: Gateway, story: Story, unit: Unit, view: RequestView, tries: Tries, pinned: EngineId | None
+) -> Decision:
+    """A pair for the next attempt; where there is none for it, what the last one failed by says more than that."""
+    try:
+        return await gw.decider.submit(replace(view, deadline_s=_queue_deadline_s(gw, story)), pinned)
+    except GatewayError as error:
+        if error.code == RULES[Deadline.QUEUE].code:
+            gw.metrics.deadline_passed(Deadline.QUEUE)
+        if tries.last is None or error.code != "no_pair_available":
+            raise
+        failed, verdict = tries.last
+        raise final_error(gw, unit, failed, retry.last_word(verdict.fault)) from error
 
 
 def _queue_deadline_s(gw: Gateway, story: Story) -> float:
@@ -197,31 +250,37 @@ def _queue_deadline_s(gw: Gateway, story: Story) -> float:
 
 
 async def _attempt(
-    gw: Gateway, story: Story, unit: Unit, sink: UnitSink, prompt: Prompt, decision: Decision
+    gw: Gateway, story: Story, course: Course, decision: Decision, turn: Turn | None
 ) -> AttemptFailed | None:
     """Dispatch both legs on the booked pair and see them through; what went wrong, or None for a whole answer."""
     clock = asyncio.get_running_loop().time
     whole = False
     run: PairRun | None = None
     try:
-        attempt = _make_attempt(gw, story, unit, decision)
+        attempt = _make_attempt(gw, story, course, decision)
         since_s = clock() - story.arrival_s
-        note = AttemptRecord(decision, attempt.room, unit.choice_index, since_s, prompt.kind, prompt.why_text)
+        prompt = course.prompt
+        note = AttemptRecord(decision, attempt.room, course.unit.choice_index, since_s, prompt.kind, prompt.why_text)
+        note.course = course.shown()
         story.record.add(note)
         story.reply.headers.update(identity_headers(story.record))
         gw.metrics.decided(decision.waited_s)
-        observer = AttemptObserver(gw, decision, note, story)
-        run = PairRun(attempt, gw.strategy, gw.upstream, gw.monitor.leg_failed)
+        observer = AttemptObserver(gw, decision, note, story, turn)
+        run = PairRun(attempt, gw.strategy, gw.upstream, partial(gw.monitor.leg_failed, pair=decision.pair))
         run.start()
         try:
             hold_s = gw.decider.learned.hold_s(decision.prefill.engine_id)
-            await follow(run, sink, observer, gw.config.deadlines, story.deadline_s, hold_s)
+            patience = _patience(gw, story, decision, run)
+            await follow(run, course, observer, gw.config.deadlines, story.deadline_s, hold_s, patience)
+            whole = True
+        except StreamOver:  # its engine is told to stop
+            pass
         except AttemptFailed as failed:
             gw.metrics.attempt("failed")
+            gw.decider.pairs.failed(decision, failed)
             return failed
-        whole = True
         gw.metrics.attempt("whole")
-        learn(gw, story.request, unit, decision, note, sink, clock() - story.arrival_s)
+        learn(gw, story.request, course.unit, decision, note, course.sink, clock() - story.arrival_s)
         return None
     finally:
         if run is not None:
@@ -230,7 +289,22 @@ async def _attempt(
         gw.decider.finished(decision)
 
 
-def _make_attempt(gw: Gateway, story: Story, unit: Unit, decision: Decision) -> Attempt:
+def _patience(gw: Gateway, story: Story, decision: Decision, run: PairRun) -> Patience | None:
+    """How long this attempt may be silent; as configured where the prefill's answer grows with the prompt."""
+    if run.needs_prefill_answer:
+        return None
+    return MeasuredPatience(
+        gw.config.deadlines,
+        gw.decider.learned,
+        gw.monitor,
+        gw.decider.bookings,
+        decision.booking,
+        decision.choice.best.terms,
+        buffers=bool(story.request.body.get("tools")),
+    )
+
+
+def _make_attempt(gw: Gateway, story: Story, course: Course, decision: Decision) -> Attempt:
     facts, booking = decision.prefill.facts, decision.booking
     room = gw.rooms.next_room(facts.dp_size if facts is not None else 1, booking.prefill_rank)
     return Attempt(
@@ -238,9 +312,9 @@ def _make_attempt(gw: Gateway, story: Story, unit: Unit, decision: Decision) -> 
         room,
         decision.prefill,
         decision.decode,
-        story.request.api.value,
+        course.path,
         story.request.stream,
-        unit.body,
+        course.body(decision),
         leg_headers(story.span),
         booking.prefill_rank,
         booking.decode_rank,

@@ -13,6 +13,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from engines.types import EngineId, Outcome
+from failover.deadlines import Deadline
 
 _log = logging.getLogger("pdgate.request")
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -33,6 +34,24 @@ class Metrics:
         self._attempts = Counter("pdgate_attempts", "Attempts, by how they ended", ["result"], registry=registry)
         self._leg_failures = Counter(
             "pdgate_leg_failures", "Failed legs, by engine", ["engine", "leg", "kind", "stage"], registry=registry
+        )
+        self._deadlines = Counter(
+            "pdgate_deadlines_passed", "Deadlines that passed, by stage", ["stage"], registry=registry
+        )
+        self._retries = Counter(
+            "pdgate_retries",
+            "Further attempts that could be made, by whether the budget of all requests allowed it",
+            ["result"],
+            registry=registry,
+        )
+        self._continued = Counter(
+            "pdgate_continuations",
+            "Broken streams, by how they went on, and whether they could",
+            ["mode", "result"],
+            registry=registry,
+        )
+        self._chat_routes = Counter(
+            "pdgate_chat_streams", "Streamed chats, by how engines were asked for them", ["route"], registry=registry
         )
         self._own_faults = Counter(
             "pdgate_own_faults", "Engine answers that mean a fault of the gateway", registry=registry
@@ -75,6 +94,18 @@ class Metrics:
 
     def attempt(self, result: str) -> None:
         self._attempts.labels(result).inc()
+
+    def deadline_passed(self, deadline: Deadline) -> None:
+        self._deadlines.labels(deadline).inc()
+
+    def retried(self, *, allowed: bool) -> None:
+        self._retries.labels("allowed" if allowed else "refused").inc()
+
+    def continued(self, mode: str, result: str) -> None:
+        self._continued.labels(mode, result).inc()
+
+    def chat_route(self, *, exact: bool) -> None:
+        self._chat_routes.labels("exact" if exact else "plain").inc()
 
     def own_fault(self) -> None:
         self._own_faults.inc()

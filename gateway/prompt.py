@@ -108,6 +108,16 @@ def _by_text(gw: Gateway, api: Api, unit: Unit, model: str, join: Join) -> Promp
     )
 
 
+def continued(gw: Gateway, api: Api, unit: Unit, model: str, prompt: Prompt, ids: array[int]) -> Prompt:
+    """The prompt of an attempt that goes on: `ids` are those of `prompt`, and of the output that it has led to."""
+    join = gw.joins.of(model)
+    if prompt.kind is not BlockKind.IDS or join.kind is not BlockKind.IDS:
+        return replace(prompt, tokens=len(ids), ids=ids, given=True)
+    block_tokens = id_block_tokens(join.page_tokens)
+    blocks = id_blocks(root_hash(_unit_namespace(gw, api, unit, model, join)), ids, block_tokens)
+    return replace(prompt, tokens=len(ids), blocks=blocks, block_tokens=float(block_tokens), ids=ids, given=True)
+
+
 def _given_ids(unit: Unit) -> array[int] | None:
     """The ids that the client sent in place of a text."""
     if unit.prompt_token_ids is None:
@@ -119,9 +129,16 @@ def _given_ids(unit: Unit) -> array[int] | None:
 
 
 def request_view(
-    gw: Gateway, request: ParsedRequest, unit: Unit, model: str, prompt: Prompt, arrival_s: float, deadline_s: float
+    gw: Gateway,
+    request: ParsedRequest,
+    unit: Unit,
+    model: str,
+    prompt: Prompt,
+    arrival_s: float,
+    deadline_s: float,
+    emitted_tokens: int = 0,
 ) -> RequestView:
-    """One engine request as routing sees it."""
+    """One engine request as routing sees it; its prompt ends with so many tokens of its own output."""
     facts = _facts(gw, model)
     prompt_tokens = prompt.tokens
     context_tokens = facts.context_tokens if facts is not None else prompt_tokens + 1
@@ -129,7 +146,8 @@ def request_view(
         # What we count must not refuse what the engine would take: it counts tokens itself, and says so.
         prompt_tokens = min(prompt_tokens, max(1, context_tokens - 1))
     left_tokens = max(1, context_tokens - prompt_tokens)
-    max_output_tokens = min(request.max_output_tokens or left_tokens, left_tokens)
+    asked_tokens = left_tokens if request.max_output_tokens is None else request.max_output_tokens - emitted_tokens
+    max_output_tokens = max(1, min(asked_tokens, left_tokens))
     return RequestView(
         request_id=f"{arrival_s:.6f}-{next(_serial)}",
         model=model,

@@ -44,6 +44,10 @@ class Releaser:
         """Attempts whose legs are not known to be free yet."""
         return len(self._tasks)
 
+    def on_engine(self, engine_id: EngineId) -> int:
+        """Of these, the legs on one server: what they hold there is of no use to anybody."""
+        return self._on_engine[engine_id]
+
     async def drained(self, timeout_s: float) -> None:
         """Wait for what is being released, at most `timeout_s`; the rest is cancelled, which closes its sockets."""
         if self._tasks:

@@ -97,6 +97,11 @@ class Reply:
             await self.client.write(sse.error_event(error.message, error.kind, error.code, error.param))
             await self.client.end()
 
+    async def comment(self, text: str) -> None:
+        """One comment in a stream, which client libraries skip: what befell it, for whoever looks at the bytes."""
+        if self.committed and not self.ended:
+            await self.send(sse.comment(text))
+
     def _ends(self) -> None:
         self.ended = True
         live.ending()

@@ -19,6 +19,11 @@ def error_event(message: str, kind: str, code: str, param: str | None = None) ->
     return b"data: " + orjson.dumps({"error": error}) + b"\n\n"
 
 
+def comment(text: str) -> bytes:
+    """An event without data."""
+    return b": " + " ".join(text.split()).encode(errors="replace") + b"\n\n"
+
+
 def patch_identity(frame: bytes, rid: bytes, public_id: bytes, created: bytes) -> bytes:
     """`frame`, or a whole JSON body, with the engine's request id and creation time replaced by the client's.
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from opentelemetry.trace import Span
 
-from engines.types import FailureKind, Leg, Outcome
+from engines.types import EngineId, FailureKind, Leg, Outcome
+from failover.recovery import Mode
+from failover.turns import Turn
 from gateway.context import Gateway
 from gateway.decider import Decision
 from gateway.explain import AttemptRecord, Record
@@ -18,7 +20,7 @@ from gateway.reply import Reply
 
 @dataclass(slots=True)
 class Story:
-    """One request under way. Times are of the loop's clock."""
+    """One request under way. Times are of the loop's clock. `on_failure`: how its stream may go on, the best first."""
 
     request: ParsedRequest
     model: str
@@ -27,18 +29,25 @@ class Story:
     span: Span
     arrival_s: float
     deadline_s: float
+    on_failure: tuple[Mode, ...]
 
 
 class AttemptObserver:
     """Tells the decider, the metrics and the record how one attempt goes on."""
 
-    def __init__(self, gw: Gateway, decision: Decision, note: AttemptRecord, story: Story) -> None:
+    def __init__(
+        self, gw: Gateway, decision: Decision, note: AttemptRecord, story: Story, turn: Turn | None = None
+    ) -> None:
         self._gw, self._decision, self._note, self._story = gw, decision, note, story
+        self._turn = turn
 
     def handed_over(self, prefill_answer: bytes | None) -> None:
+        if self._turn is not None:
+            self._turn.over()
         if self._note.handed_over_s is None:
             self._note.handed_over_s = asyncio.get_running_loop().time() - self._story.arrival_s
         cached = None if prefill_answer is None else self._gw.strategy.cached_tokens(prefill_answer)
+        self._went_well(self._decision.prefill.engine_id)
         self._gw.decider.handed_over(self._decision, cached)
 
     def first_output(self) -> None:
@@ -46,17 +55,26 @@ class AttemptObserver:
         self._gw.metrics.first_output(self._note.first_output_s)
 
     def progress(self, leg: Leg, now_s: float) -> None:
-        self._gw.monitor.progress(self._decision.pair[leg is Leg.DECODE], now_s)
+        engine_id = self._decision.pair[leg is Leg.DECODE]
+        self._gw.monitor.progress(engine_id, now_s)
+        self._went_well(engine_id)
+
+    def _went_well(self, engine_id: EngineId) -> None:
+        """Its part of the attempt, or the beginning of it, is good: a server on probation has proved itself."""
+        if self._gw.decider.trials.passed(engine_id, self._decision.rid):
+            self._gw.monitor.proved(engine_id)
 
     def prefill_lagged(self, lag_s: float) -> None:
         self._gw.decider.learned.saw_lag(self._decision.prefill.engine_id, lag_s)
 
     def noted(self, outcome: Outcome) -> None:
         self._note.note(outcome)
+        silent = outcome.kind is FailureKind.TIMEOUT
+        if silent and asyncio.get_running_loop().time() >= self._story.deadline_s:
+            return  # the request had no more time: no server is at fault
         self._gw.metrics.leg_failed(outcome)
-        silent = outcome.kind is FailureKind.TIMEOUT and asyncio.get_running_loop().time() < self._story.deadline_s
         if silent:  # what else fails on a leg, the run tells the monitor itself
-            self._gw.monitor.leg_failed(outcome)
+            self._gw.monitor.leg_failed(outcome, self._decision.pair)
 
 
 def identity_headers(record: Record) -> dict[str, str]:

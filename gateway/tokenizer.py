@@ -12,7 +12,7 @@ import json
 import logging
 import os
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from hashlib import blake2b
@@ -53,11 +53,17 @@ class Untokenized(Exception):
 class Tokenizer:
     """Prompts to ids. `fingerprint` names tokenizer and template: equal ones give equal ids.
 
-    `vocabulary_tokens` is one more than the highest id, added tokens included.
+    `vocabulary_tokens` is one more than the highest id, added tokens included. `generation_config` is the model's own,
+    whose sampling parameters engines may apply where a chat names none; None where its file is not in the folder.
     """
 
     def __init__(
-        self, model: tokenizers.Tokenizer, template: ChatTemplate | None, bos_id: int | None, fingerprint: str
+        self,
+        model: tokenizers.Tokenizer,
+        template: ChatTemplate | None,
+        bos_id: int | None,
+        fingerprint: str,
+        generation_config: Mapping[str, Any] | None = None,
     ) -> None:
         self._model = model
         self._template = template
@@ -68,6 +74,7 @@ class Tokenizer:
         self._waiting = 0
         self._closed = False
         self.fingerprint = fingerprint
+        self.generation_config = generation_config
         self.vocabulary_tokens = 1 + max(model.get_vocab(with_added_tokens=True).values(), default=-1)
 
     def ids(self, api: Api, body: Mapping[str, Any]) -> array[int]:
@@ -95,6 +102,10 @@ class Tokenizer:
         except (ValueError, TypeError, UnicodeError) as error:
             raise Untokenized(f"the tokenizer refuses it: {error}") from error
         return array("I", encoding.ids)
+
+    def text_of(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of `ids`; U+FFFD where bytes of a character are missing."""
+        return str(self._model.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def _chat_ids(self, body: Mapping[str, Any]) -> array[int]:
         if self._template is None:
@@ -208,10 +219,15 @@ def load(config: TokenizerConfig, now: Callable[[], datetime] = datetime.now) ->
     for part in (raw, (source or "").encode(), json.dumps(settings, sort_keys=True).encode()):
         digest.update(len(part).to_bytes(8, "little") + part)
     bos_id = model.token_to_id(special_tokens["bos_token"]) if "bos_token" in special_tokens else None
-    return Tokenizer(model, template, bos_id, digest.hexdigest())
+    return Tokenizer(model, template, bos_id, digest.hexdigest(), _generation_config(flag, file.parent))
 
 
 _CONFIG = "tokenizer_config.json"
+_GENERATION_CONFIG = "generation_config.json"
+
+
+def _generation_config(flag: str, folder: Path) -> dict[str, Any] | None:
+    return _object(flag, folder, _GENERATION_CONFIG) if (folder / _GENERATION_CONFIG).exists() else None
 
 
 def _object(flag: str, folder: Path, name: str) -> dict[str, Any]:

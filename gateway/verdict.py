@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from failover import retry
+from engines.types import Outcome, Stage
+from failover import deadlines, retry
+from failover.deadlines import Deadline
 from failover.retry import Fault, Verdict
 from gateway.admission import fingerprint
 from gateway.attempt import AttemptFailed
@@ -21,6 +23,8 @@ class Tries:
     """What one engine request has been through."""
 
     attempts: int = 0
+    """Since the client last got something new."""
+    continuations: int = 0
     deaths: int = 0
     own_faults: int = 0
     last: tuple[AttemptFailed, retry.Decision] | None = None
@@ -33,10 +37,16 @@ async def judge(
     failed: AttemptFailed,
     *,
     committed: bool,
+    progressed: bool,
     deadline_s: float,
 ) -> retry.Decision:
-    """Whether the request is tried again after this failure."""
-    tries.attempts += 1
+    """Whether the request is tried again, or goes on, after this failure.
+
+    `committed`: its client has some of the answer; `progressed`: it got some in this attempt.
+    """
+    if failed.deadline is not None:
+        gw.metrics.deadline_passed(failed.deadline)
+    tries.attempts = 1 if progressed else tries.attempts + 1
     tries.deaths += await _died(gw, failed)
     tries.own_faults += retry.classify(failed.outcome) is Fault.OURS
     history = retry.History(
@@ -46,8 +56,17 @@ async def judge(
         tries.deaths,
         tries.own_faults,
         deadline_s - asyncio.get_running_loop().time(),
+        tries.continuations,
     )
-    return retry.decide(failed.outcome, decision.pair, history)
+    verdict = retry.decide(failed.outcome, decision.pair, history)
+    if verdict.verdict not in (Verdict.RETRY, Verdict.CONTINUE):
+        return verdict
+    allowed = gw.retries.may_retry(decision.decode.engine_id)
+    gw.metrics.retried(allowed=allowed)
+    if not allowed:
+        return replace(verdict, verdict=Verdict.OVER_BUDGET)
+    tries.continuations += verdict.verdict is Verdict.CONTINUE
+    return replace(verdict, delay_s=gw.retries.delay_s(verdict.delay_s))
 
 
 async def _died(gw: Gateway, failed: AttemptFailed) -> bool:
@@ -72,6 +91,10 @@ def final_error(gw: Gateway, unit: Unit, failed: AttemptFailed, verdict: retry.D
         case Verdict.POISON_SUSPECTED:
             gw.poison.refuse(fingerprint(unit), asyncio.get_running_loop().time())
             code, status, text = "poison_suspected", 502, "two servers ended while they worked on this request"
+        case Verdict.GIVE_UP | Verdict.OUT_OF_TIME | Verdict.CONTINUE if failed.deadline is not None:
+            return _too_late(failed, failed.deadline)
+        case Verdict.OVER_BUDGET:
+            return _over_budget(gw, outcome)
         case Verdict.OUT_OF_TIME:
             code, status, text = "deadline_exceeded", 504, f"out of time: {outcome.message}"
         case _ if verdict.fault is Fault.OPERATOR:
@@ -86,4 +109,29 @@ def final_error(gw: Gateway, unit: Unit, failed: AttemptFailed, verdict: retry.D
         definite=outcome.definite,
         status=status,
         retry=verdict.verdict is not Verdict.POISON_SUSPECTED,
+    )
+
+
+def _over_budget(gw: Gateway, outcome: Outcome) -> GatewayError:
+    error = upstream_failed(
+        "servers are failing, and the gateway tries too many other requests again already; asking again later is safe. "
+        f"The {outcome.leg} server failed: {outcome.message}",
+        code="retry_budget_exhausted",
+        stage=outcome.stage,
+        definite=outcome.definite,
+        status=503,
+    )
+    error.retry_after_s = gw.retries.retry_after_s
+    return error
+
+
+def _too_late(failed: AttemptFailed, deadline: Deadline) -> GatewayError:
+    rule, outcome = deadlines.RULES[deadline], failed.outcome
+    return upstream_failed(
+        f"{outcome.message}; {deadlines.advice(deadline, begun=outcome.stage is Stage.STREAMING)}",
+        code=rule.code,
+        stage=outcome.stage,
+        definite=False,
+        status=rule.status,
+        retry=rule.safe_to_retry,
     )

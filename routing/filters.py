@@ -5,9 +5,9 @@ Every engine left out carries its reason, in words for an operator.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from engines.types import EngineFacts, EngineView, Health, Role
+from engines.types import EngineFacts, EngineView, FleetSnapshot, Health, Role
 from routing.types import Dropped, RequestView
 
 
@@ -28,7 +28,9 @@ def filter_engines(
 
 def objection(request: RequestView, view: EngineView) -> str | None:
     """Why `view` may not serve `request`, or None. A server whose restart is suspected has health SUSPECTED."""
-    if view.health is not Health.READY:
+    if view.draining:
+        return "draining: an operator wants no new rooms on it"
+    if not view.health.takes_rooms:
         return f"health is {view.health}" + (f": {view.reason}" if view.reason else "")
     if view.facts is None:
         return "not probed yet: model and limits are unknown"
@@ -37,6 +39,25 @@ def objection(request: RequestView, view: EngineView) -> str | None:
     if view.facts.model != request.model:
         return f"serves model {view.facts.model}, not {request.model}"
     return _too_long(request, view.facts, view.spec.role)
+
+
+def roles_in_panic(fleet: FleetSnapshot) -> frozenset[Role]:
+    """The roles of which so many servers are only late with their answers that less than half remain.
+
+    Then lateness says more of the load, or of this gateway, than of the servers, and the few that remain would be
+    overrun: rooms go to the late ones too. One server alone is waited for. Servers about which anything harder is known
+    are left out of the count. The idea, and half as its threshold, are Envoy's (`healthy_panic_threshold`, 50 %).
+    """
+    return frozenset(role for role in Role if _in_panic(fleet.with_role(role)))
+
+
+def _in_panic(views: Sequence[EngineView]) -> bool:
+    usable = sum(view.takes_rooms for view in views)
+    late = sum(view.health is Health.SLOW and not view.draining for view in views)
+    return late >= _LATE_TOGETHER and usable < late
+
+
+_LATE_TOGETHER = 2
 
 
 def _too_long(request: RequestView, facts: EngineFacts, role: Role) -> str | None:

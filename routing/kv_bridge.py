@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from engines.types import KvEvent, Medium, PagesCleared, PagesRemoved, PagesStored
+from engines.kv_types import KvEvent, Medium, PagesCleared, PagesRemoved, PagesStored
 from routing.kv_segment import (
     FORKS_BYTES,
     HASH_BYTES,

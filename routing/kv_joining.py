@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from engines.types import KvEvent, Medium, PagesCleared, PagesRemoved, PagesStored
+from engines.kv_types import KvEvent, Medium, PagesCleared, PagesRemoved, PagesStored
 
 _End = tuple[int | None, int, Medium]
 """What a stored event is continued by: its last page, the size of its pages, its medium."""

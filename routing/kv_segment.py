@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 
-from engines.types import Medium
+from engines.kv_types import Medium
 from routing.ownership import Tier
 
 HASH_BYTES = 8

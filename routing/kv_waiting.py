@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engines.types import PagesRemoved, PagesStored
+from engines.kv_types import PagesRemoved, PagesStored
 
 _EVENT_BYTES = 700
 """Memory of an event of one page that waits, without the page (CPython 3.11, measured)."""

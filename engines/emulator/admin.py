@@ -33,6 +33,7 @@ class AdminServer:
         """Register the routes through `add(method, path, handler)`."""
         add("GET", "/emulator/ledger", self._ledger)
         add("GET", "/emulator/requests", self._requests)
+        add("GET", "/emulator/secret", self._secret)
         add("POST", "/emulator/hold", self._arm)
         add("GET", "/emulator/hold/{hold_id}", self._hold)
         add("DELETE", "/emulator/hold/{hold_id}", self._release)
@@ -47,6 +48,11 @@ class AdminServer:
     async def _requests(self, request: web.Request) -> web.Response:
         live = [asdict(finished(each)) for each in self._engine.live.values()]
         return json_response({"live": live, "recent": [asdict(each) for each in self._engine.recent]})
+
+    async def _secret(self, request: web.Request) -> web.Response:
+        """What the keys of sampled answers are made of: `sampling_key(secret, rid)`, where not deterministic."""
+        deterministic = self._engine.options.enable_deterministic_inference
+        return json_response({"secret": self._engine.secret.hex(), "deterministic": deterministic})
 
     async def _arm(self, request: web.Request) -> web.Response:
         body = await read_json(request.path, request)
@@ -79,6 +85,8 @@ class AdminServer:
                 count=int(body.get("count", 1)),
                 status=int(body.get("status", 500)),
                 after_tokens=int(body.get("after_tokens", 0)),
+                at=str(body.get("at", "token")),
+                rid=str(body.get("rid", "")),
             )
             self._engine.faults.set(fault)
         except (KeyError, ValueError) as error:

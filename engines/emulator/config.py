@@ -33,6 +33,11 @@ class Options:
     api_key: str = ""
     transfer_backend: str = "mooncake_tcp"
     kv_events_config: str = ""
+    sampling_defaults: str = "model"
+    enable_deterministic_inference: bool = False
+    incremental_streaming_output: bool = False
+    reasoning_parser: str = ""
+    chat_template: str = ""
     launch_command: str = ""
 
     @property
@@ -66,6 +71,11 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add("--kv-bytes-per-token", type=int, default=16, help="bytes really sent per token of KV, at least 4")
     add("--api-key", default="")
     add("--transfer-backend", default="mooncake_tcp", choices=["mooncake_tcp", "mooncake", "nixl"])
+    add("--sampling-defaults", default="model", choices=["openai", "model"], help="where chats take what they omit")
+    add("--enable-deterministic-inference", action="store_true", help="sampled answers depend on their seed alone")
+    add("--incremental-streaming-output", action="store_true", help="events of /generate do not repeat what came")
+    add("--reasoning-parser", default="", help="only reported; the model does not reason")
+    add("--chat-template", default="", help="only reported; the model has one template")
     add(
         "--kv-events-config",
         default="",
@@ -99,6 +109,11 @@ def options_from(args: argparse.Namespace, role: Role, port: int, random_seed: i
         api_key=args.api_key,
         transfer_backend=args.transfer_backend,
         kv_events_config=args.kv_events_config,
+        sampling_defaults=args.sampling_defaults,
+        enable_deterministic_inference=args.enable_deterministic_inference,
+        incremental_streaming_output=args.incremental_streaming_output,
+        reasoning_parser=args.reasoning_parser,
+        chat_template=args.chat_template,
         launch_command=command,
     )
     parse_config(options.kv_events_config)

@@ -86,6 +86,7 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("repetition_penalty", lambda value: 0 < value <= 2, "in (0, 2] (1.0 = no penalty)"),
     ("min_new_tokens", lambda value: value >= 0, "in [0, max_new_tokens]"),
     ("max_new_tokens", lambda value: value >= 0, "at least 0"),
+    ("sampling_seed", lambda value: -(2**63) <= value < 2**63, "in [-2**63, 2**63 - 1]"),
 )
 
 

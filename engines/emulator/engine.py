@@ -42,8 +42,8 @@ class Engine:
         self.requests_total = 0
         self.prompt_tokens_total = 0
         self.aborted_total = 0
-        secret = secrets.token_bytes(32)
-        shared = Shared(options, self.timeouts, secret, self.holds, self.faults, self._ended)
+        self.secret = secrets.token_bytes(32)
+        shared = Shared(options, self.timeouts, self.secret, self.holds, self.faults, self._ended)
         self.ranks = [Rank(number, shared) for number in range(options.dp_size)]
         self._turn = 0
 
@@ -88,7 +88,9 @@ class Engine:
     def release(self, hold: Hold) -> None:
         """Release a hold, and let what it held go on."""
         job = self.holds.release(hold)
-        if job is not None:
+        if job is not None and hold.resume is not None:
+            hold.resume()
+        elif job is not None:
             self.ranks[self.live[job.rid].dp_rank or 0].release_hold(job)
 
     def _ended(self, live: Live) -> None:

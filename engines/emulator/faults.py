@@ -11,7 +11,11 @@ from enum import StrEnum
 
 from engines.emulator.core import Job
 
-HOLD_STAGES = frozenset({"bootstrap", "reserved", "prefill_chunk", "transfer", "handed_over", "token"})
+ROLE_CHUNK, FINISH_CHUNK = "role_chunk", "finish_chunk"
+"""Places in what is written of a stream: behind a chat's role chunk, and behind the last chunk before `[DONE]`."""
+HOLD_STAGES = frozenset(
+    {"bootstrap", "reserved", "prefill_chunk", "transfer", "handed_over", "token", ROLE_CHUNK, FINISH_CHUNK}
+)
 _COUNTED_STAGES = frozenset({"prefill_chunk", "token"})
 
 
@@ -25,7 +29,7 @@ class HoldState(StrEnum):
 
 @dataclass(slots=True)
 class Hold:
-    """Stops the next request that comes to `stage` (for chunks and tokens: after the k-th)."""
+    """Stops the next request that comes to `stage` (for chunks and tokens: after the k-th), or only its stream."""
 
     hold_id: int
     stage: str
@@ -33,6 +37,8 @@ class Hold:
     rid: str = ""
     state: HoldState = HoldState.ARMED
     job: Job | None = None
+    resume: Callable[[], None] | None = None
+    """Goes on writing, where the hold stops only that."""
 
 
 class Holds:
@@ -53,21 +59,28 @@ class Holds:
         self._armed.append(hold)
         return hold
 
+    @property
+    def armed(self) -> bool:
+        """Whether any hold waits for a request."""
+        return bool(self._armed)
+
     def get(self, hold_id: int) -> Hold | None:
         return self._holds.get(hold_id)
 
     def check(self, job: Job, stage: str, count: int) -> bool:
         """Whether `job`, now at `stage` (`count` chunks or tokens done), is stopped by a hold."""
-        if not self._armed:
-            return False
+        return bool(self._armed) and self.catch(job, stage, count) is not None
+
+    def catch(self, job: Job, stage: str, count: int = 0) -> Hold | None:
+        """The hold that now stops `job`, if any."""
         for hold in self._armed:
             counted = stage not in _COUNTED_STAGES or hold.count == count
             if hold.stage == stage and counted and hold.rid in ("", job.rid):
                 hold.state, hold.job = HoldState.HELD, job
                 self._armed.remove(hold)
                 self.on_change()
-                return True
-        return False
+                return hold
+        return None
 
     def release(self, hold: Hold) -> Job | None:
         """End `hold`; the job that must now go on, if it held one."""
@@ -80,21 +93,29 @@ class Holds:
     def forget(self, job: Job) -> None:
         """`job` has ended: holds on it are over."""
         for hold in self._holds.values():
-            if hold.job is job:
+            if hold.job is job and hold.resume is None:
                 hold.state = HoldState.RELEASED
 
 
-FAULTS = frozenset({"status", "abort_in_200", "drop_connection", "truncate_stream", "error_event", "stall"})
+STREAM_FAULTS = ("truncate_stream", "error_event", "stall", "die")
+FAULTS = frozenset({"status", "abort_in_200", "drop_connection", *STREAM_FAULTS})
+FAULT_PLACES = frozenset({"token", ROLE_CHUNK, FINISH_CHUNK})
 
 
 @dataclass(slots=True)
 class Fault:
-    """Makes the next `count` requests go wrong in the way called `name`."""
+    """Makes the next `count` requests go wrong in the way called `name`; with a `rid`, only that one.
+
+    A stream goes wrong when so many tokens were written as `after_tokens` says, or `at` another place of it. `die` ends
+    the whole server, like kill -9, when what was written is out.
+    """
 
     name: str
     count: int = 1
     status: int = 500
     after_tokens: int = 0
+    at: str = "token"
+    rid: str = ""
 
 
 class Faults:
@@ -104,18 +125,19 @@ class Faults:
         self._faults: list[Fault] = []
 
     def set(self, fault: Fault) -> None:
-        """Add `fault`; ValueError for an unknown name."""
-        if fault.name not in FAULTS:
-            raise ValueError(f"unknown fault {fault.name!r}; one of {', '.join(sorted(FAULTS))}")
+        """Add `fault`; ValueError for an unknown name or place."""
+        for value, known in ((fault.name, FAULTS), (fault.at, FAULT_PLACES)):
+            if value not in known:
+                raise ValueError(f"unknown fault or place {value!r}; one of {', '.join(sorted(known))}")
         self._faults.append(fault)
 
     def clear(self) -> None:
         self._faults.clear()
 
-    def take(self, *names: str) -> Fault | None:
-        """The next fault among `names`, counted down."""
+    def take(self, *names: str, rid: str = "") -> Fault | None:
+        """The next fault among `names`, counted down: of those for `rid` alone, or without one of those for any."""
         for fault in self._faults:
-            if fault.name in names:
+            if fault.name in names and fault.rid == rid:
                 fault.count -= 1
                 if fault.count <= 0:
                     self._faults.remove(fault)

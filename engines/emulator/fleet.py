@@ -29,7 +29,11 @@ _VALUE_FLAGS = (
     "api_key",
     "transfer_backend",
     "dp_size",
+    "sampling_defaults",
+    "reasoning_parser",
+    "chat_template",
 )
+_SWITCHES = ("disable_radix_cache", "enable_deterministic_inference", "incremental_streaming_output")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def servers(args: argparse.Namespace) -> list[EmulatedServer]:
     """The servers that `args` ask for, not started yet."""
     flags = [] if args.no_cache_report else ["--enable-cache-report"]
-    flags += ["--disable-radix-cache"] if args.disable_radix_cache else []
+    flags += [f"--{name.replace('_', '-')}" for name in _SWITCHES if getattr(args, name)]
     for name in _VALUE_FLAGS:
         value = getattr(args, name)
         if value not in (None, ""):

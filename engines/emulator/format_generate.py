@@ -32,9 +32,17 @@ def finish_object(live: Live, end: End, role: Role) -> dict[str, Any]:
     return {"type": "length", "length": len(live.output.ids)}
 
 
+_INCREMENTAL_META = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
+"""What of `meta_info` holds only what is new in an incremental stream."""
+
+
 def generate_object(answering: Answering, live: Live, end: End | None) -> dict[str, Any]:
-    """One `/generate` object: the answer so far, or the whole when `end` is given."""
-    body: dict[str, Any] = {"text": live.output.text, "output_ids": live.output.ids}
+    """The `/generate` object of an ended request."""
+    return _object(answering, live, end, live.output.text, live.output.ids)
+
+
+def _object(answering: Answering, live: Live, end: End | None, text: str, ids: list[int]) -> dict[str, Any]:
+    body: dict[str, Any] = {"text": text, "output_ids": ids}
     if answering.request.return_prompt_token_ids:
         body["prompt_token_ids"] = unpack(live.item.prompt)
     if answering.request.batch and answering.request.stream:
@@ -103,7 +111,7 @@ class _Written:
 
 @dataclass(slots=True)
 class GenerateStream:
-    """A streamed `/generate`: every event repeats text and ids from the start."""
+    """A streamed `/generate`: every event repeats text and ids from the start, unless the server is incremental."""
 
     answering: Answering
     _written: dict[int, _Written] = field(default_factory=dict)
@@ -115,6 +123,8 @@ class GenerateStream:
         if live.output.finish is not None:
             return b""
         written = self._written.setdefault(live.index, _Written())
+        if self.answering.incremental:
+            return sse(self._increment(live, written, None))
         first = written.tokens == 0
         for token in live.output.ids[written.tokens :]:
             written.ids += b",%d" % token
@@ -132,8 +142,8 @@ class GenerateStream:
 
     def _slow_delta(self, live: Live, written: _Written, first: bool) -> bytes:
         """An event made whole; the first also carries its sending time, and prepares those that follow."""
-        body = generate_object(self.answering, live, None)
-        body["text"] = orjson.loads(b'"' + written.text + b'"')
+        text = orjson.loads(b'"' + written.text + b'"')
+        body = _object(self.answering, live, None, text, live.output.ids)
         if first:
             rest = orjson.dumps({key: value for key, value in body.items() if key not in ("text", "output_ids")})
             before, after = rest[1:].split(b'"completion_tokens":%d' % written.tokens)
@@ -143,7 +153,19 @@ class GenerateStream:
         return sse(body)
 
     def end(self, live: Live, end: End) -> bytes:
+        if self.answering.incremental:
+            return sse(self._increment(live, self._written.setdefault(live.index, _Written()), end))
         return sse(generate_object(self.answering, live, end))
+
+    def _increment(self, live: Live, written: _Written, end: End | None) -> dict[str, Any]:
+        """An event with what is new."""
+        start, written.tokens = written.tokens, len(live.output.ids)
+        body = _object(self.answering, live, end, live.output.take_delta(), live.output.ids[start:])
+        meta = body["meta_info"]
+        meta |= {name: meta[name][start:] for name in _INCREMENTAL_META if name in meta}
+        if start == 0 and not end:
+            meta["response_sent_to_client_ts"] = live.first_token_s + self.answering.wall_offset_s
+        return body
 
     def tail(self, lives: list[Live]) -> bytes:
         return DONE

@@ -28,6 +28,8 @@ class Answering:
     created_s: float
     cache_report: bool
     wall_offset_s: float
+    incremental: bool = False
+    """Whether events of `/generate` hold only what is new."""
 
 
 class StreamFormat(Protocol):
@@ -240,7 +242,8 @@ class CompletionStream:
             return b""
         cursor = self._cursors[live.index]
         request = self.answering.request
-        if live.item.sampling.logprobs or request.return_token_ids or (request.echo and not cursor.tokens):
+        slow = live.item.sampling.logprobs or request.return_token_ids or request.continuous_usage
+        if slow or (request.echo and not cursor.tokens):
             return self._chunk(live, live.output.take_delta(), None)
         text = encode_basestring_ascii(live.output.take_delta()).encode()
         cursor.tokens = len(live.output.ids)
@@ -277,4 +280,5 @@ class CompletionStream:
             if start == 0:
                 choice["prompt_token_ids"] = unpack(live.item.prompt)
         body = _envelope(self.answering, self.rid, "text_completion")
-        return sse({**body, "choices": [choice], "usage": None})
+        told = usage(self.answering, [live]) | {"prompt_tokens_details": None}
+        return sse({**body, "choices": [choice], "usage": told if self.answering.request.continuous_usage else None})

@@ -201,6 +201,11 @@ class InfoServer:
             "api_key": options.api_key or None,
             "load_balance_method": "follow_bootstrap_room" if options.role is Role.PREFILL else "round_robin",
             "kv_events_config": options.kv_events_config or None,
+            "sampling_defaults": options.sampling_defaults,
+            "enable_deterministic_inference": options.enable_deterministic_inference,
+            "incremental_streaming_output": options.incremental_streaming_output,
+            "reasoning_parser": options.reasoning_parser or None,
+            "chat_template": options.chat_template or None,
             "disaggregation_mode": options.disaggregation_mode,
             "disaggregation_bootstrap_port": options.bootstrap_port,
             "disaggregation_transfer_backend": options.transfer_backend.removesuffix("_tcp"),
@@ -260,6 +265,7 @@ class InfoServer:
             "served_model_name": options.model,
             "tokenizer_path": options.model,
             "disaggregation_mode": options.disaggregation_mode,
+            "reasoning_parser": options.reasoning_parser or None,
         }
         recorded = _RECORDED["model_info"]
         cache = {**recorded["embedding"]["cache"], "radix_cache_disabled": options.disable_radix_cache}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from engines.emulator.core import End, Job
@@ -56,6 +57,8 @@ class Finished:
     end: str
     message: str = ""
     dp_rank: int | None = None
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    """The sampling parameters in force, defaults included."""
 
 
 def finished(live: Live) -> Finished:
@@ -75,4 +78,5 @@ def finished(live: Live) -> Finished:
         kind,
         end.message if end else "",
         live.dp_rank,
+        live.item.sampling.draw.parameters,
     )

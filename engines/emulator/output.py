@@ -1,17 +1,22 @@
 """What one request has generated so far, and when it ends. Pure.
 
 An `Output` is the token source of a job: `step` draws the next token of the context by the token rule and applies the
-request's own limits and stop rules. It knows no wire format.
+request's own limits and stop rules. It knows no wire format. Text is made as SGLang 0.5.23 makes it, so that half a
+character is never shown, and a prompt that ends inside one loses it (`detokenizer_manager.py`, `Req` in
+`schedule_batch.py`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engines.emulator.tokens import WORDS, decode
-from engines.token_rule import EOS_TOKEN, FIRST_WORD_TOKEN, VOCABULARY_TOKENS, ContextHash
+from engines.emulator.tokens import WORDS, decode, encode
+from engines.token_rule import EOS_TOKEN, FIRST_WORD_TOKEN, TOKEN_BYTES, VOCABULARY_TOKENS, ContextHash, unpack
 
 _NO_IDS: frozenset[int] = frozenset()
+_CONTEXT_TOKENS = 5
+"""So many last ids of the prompt are decoded together with the answer (`INIT_INCREMENTAL_DETOKENIZATION_OFFSET`)."""
+_INCOMPLETE = "\ufffd"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +42,19 @@ class Finish:
 class Output:
     """The answer of one request: its ids, its text, and its end."""
 
-    __slots__ = ("_context", "_handed", "_rule", "_shown", "_text", "_visible", "finish", "ids")
+    __slots__ = (
+        "_context",
+        "_handed",
+        "_prompt_tail",
+        "_read",
+        "_rule",
+        "_shown",
+        "_stop_tail_tokens",
+        "closed",
+        "finish",
+        "ids",
+        "withheld",
+    )
 
     def __init__(self, rule: StopRule) -> None:
         self._rule = rule
@@ -45,16 +62,21 @@ class Output:
         self._handed: int | None = None
         self.ids: list[int] = []
         self.finish: Finish | None = None
+        self.closed = False
+        """It has ended, by itself or not: what is withheld of its text may be shown."""
+        self.withheld = False
+        """The text may end in the beginning of a stop string: SGLang sends neither it nor its ids."""
+        self._stop_tail_tokens = 1 + max((len(encode(stop)) // TOKEN_BYTES for stop in rule.stop), default=0)
+        self._prompt_tail: list[int] = []
+        self._read = 0
+        """How many ids have a complete text, which was shown."""
         self._shown = 0
-        """How much the last `take_delta` had shown: ids where there are no stop strings, else characters."""
-        self._text = ""
-        """The text so far, kept only where there are stop strings to look for."""
-        self._visible = 0
-        """How many characters of it may be shown: a tail that could become a stop string is withheld."""
+        """How many characters were shown of the text behind them."""
 
     def start(self, packed: bytes | bytearray, sampling: bytes = b"", first_token: int | None = None) -> None:
         """Fix the context that the answer continues, and its first token where another server drew it."""
         self._context = ContextHash(packed, sampling)
+        self._prompt_tail = unpack(packed[-_CONTEXT_TOKENS * TOKEN_BYTES :])
         self._handed = first_token
 
     def step(self) -> bool:
@@ -69,10 +91,10 @@ class Output:
         rule = self._rule
         self._context.append(token)
         self.ids.append(token)
-        if token == EOS_TOKEN or rule.stop_token_ids:
+        if rule.stop:
+            self._check_stop_strings()
+        if self.finish is None and (token == EOS_TOKEN or rule.stop_token_ids):
             self._check_stop_tokens(token)
-        if rule.stop and self.finish is None:
-            self._check_stop_strings(token)
         if self.finish is None and len(self.ids) >= rule.max_new_tokens:
             self.finish = Finish("length")
         return self.finish is not None
@@ -80,47 +102,59 @@ class Output:
     @property
     def text(self) -> str:
         """The whole text so far, without a matched stop."""
-        if self._rule.stop:
-            return self._text
-        return decode(self._text_ids(0))
+        text, finish = self._decoded(0, None), self.finish
+        if finish is None or not isinstance(finish.matched, str):
+            return text
+        at = text.find(finish.matched)
+        if at < 0:
+            return text
+        return text[: at + len(finish.matched) if self._rule.no_stop_trim else at]
 
     def take_delta(self) -> str:
         """The text that may be shown and was not yet."""
-        if not self._rule.stop:
-            fresh, self._shown = self._text_ids(self._shown), len(self.ids)
-            if len(fresh) == 1 and FIRST_WORD_TOKEN <= fresh[0] < VOCABULARY_TOKENS:
-                return WORDS[fresh[0] - FIRST_WORD_TOKEN]
-            return decode(fresh)
-        end = len(self._text) if self.finish else self._visible
-        delta, self._shown = self._text[self._shown : end], max(self._shown, end)
+        ids, read = self.ids, self._read
+        if read and len(ids) == read + 1 and self.finish is None and FIRST_WORD_TOKEN <= ids[read] < VOCABULARY_TOKENS:
+            self._read += 1
+            return WORDS[ids[read] - FIRST_WORD_TOKEN]
+        fresh = self._decoded(read, None)
+        if self.finish is not None or self.closed:
+            return self._take_rest(fresh)
+        if not fresh or fresh.endswith(_INCOMPLETE):
+            fresh = fresh[: fresh.rfind(" ") + 1]
+            delta, self._shown = fresh[self._shown :], len(fresh)
+            return delta
+        delta = fresh[self._shown :]
+        self._read, self._shown = len(ids), 0
         return delta
 
-    def _text_ids(self, start: int) -> list[int]:
-        matched = self.finish is not None and isinstance(self.finish.matched, int)
-        return self.ids[start : -1 if matched and not self._rule.no_stop_trim else None]
+    def _take_rest(self, fresh: str) -> str:
+        """What is left to show at the end, where `fresh` is the text behind `_read`."""
+        delta = fresh[self._shown :]
+        if self.finish is not None and isinstance(self.finish.matched, str):
+            delta = self.text[len(self._decoded(0, self._read)) + self._shown :]
+        self._read, self._shown = len(self.ids), 0
+        return delta
+
+    def _decoded(self, start: int, stop: int | None) -> str:
+        """The text of ids, without a matched stop token; what completes the prompt's last character is lost."""
+        if stop is None and self.finish is not None and isinstance(self.finish.matched, int):
+            stop = None if self._rule.no_stop_trim else len(self.ids) - 1
+        before = [] if start else self._prompt_tail
+        return decode([*before, *self.ids[start:stop]])[len(decode(before)) :]
 
     def _check_stop_tokens(self, token: int) -> None:
         rule = self._rule
-        ends = (token == EOS_TOKEN and not rule.ignore_eos) or token in rule.stop_token_ids
-        if ends and len(self.ids) > rule.min_new_tokens:
+        ends = token == EOS_TOKEN or token in rule.stop_token_ids
+        if ends and not rule.ignore_eos and len(self.ids) > rule.min_new_tokens:
             self.finish = Finish("stop", token)
 
-    def _check_stop_strings(self, token: int) -> None:
-        rule = self._rule
-        self._text += decode([token])
-        for stop in rule.stop:
-            at = self._text.find(stop)
-            if at >= 0 and len(self.ids) > rule.min_new_tokens:
-                self.finish = Finish("stop", stop)
-                self._text = self._text[: at + len(stop) if rule.no_stop_trim else at]
-                return
-        self._visible = len(self._text) - self._withheld_chars()
-
-    def _withheld_chars(self) -> int:
-        longest = 0
-        for stop in self._rule.stop:
-            for length in range(min(len(stop) - 1, len(self._text)), longest, -1):
-                if self._text.endswith(stop[:length]):
-                    longest = length
-                    break
-        return longest
+    def _check_stop_strings(self) -> None:
+        tail = decode(self.ids[-self._stop_tail_tokens :], skip_special=False)
+        matched = next((stop for stop in self._rule.stop if stop in tail), None)
+        if matched is not None:
+            self.finish = Finish("stop", matched)
+        self.withheld = any(
+            tail.endswith(stop[:length])
+            for stop in self._rule.stop
+            for length in range(1, min(len(stop), len(tail)) + 1)
+        )

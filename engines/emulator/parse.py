@@ -6,11 +6,12 @@ Errors are raised as `BadRequest` with SGLang's own status and body.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from engines.emulator import contract, wire
+from engines.emulator.draw import Draw, drawn
 from engines.emulator.output import StopRule
 from engines.emulator.radix import SHARED, CacheNamespace
 from engines.emulator.tokens import chat_text, encode
@@ -40,18 +41,19 @@ class BadRequest(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a prompt and its answer must fit in."""
+    """What a prompt and its answer must fit in, and the sampling parameters of a chat that gives none."""
 
     context_tokens: int
     max_total_tokens: int
+    chat_defaults: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the answer is drawn; `seed` is accepted and, as SGLang's default, has no effect."""
+    """How the answer is drawn, when it ends, and what is told of it."""
 
     rule: StopRule
-    greedy: bool
+    draw: Draw
     samples: int
     logprobs: bool = False
     top_logprobs: int = 0
@@ -283,7 +285,7 @@ def _generate_sampling(api: Api, body: Mapping[str, Any], index: int, prompt_tok
     asked = body.get("token_ids_logprob") or ()
     return Sampling(
         rule=rule,
-        greedy=params.get("temperature") == 0 or params.get("top_k") == 1,
+        draw=drawn(params, params.get("sampling_seed"), {}),
         samples=params.get("n") or 1,
         logprobs=bool(_of_prompt(body, "return_logprob", index)),
         top_logprobs=int(_of_prompt(body, "top_logprobs_num", index) or 0),
@@ -307,15 +309,16 @@ def _openai_sampling(api: Api, body: Mapping[str, Any], index: int, prompt_token
         wanted = body.get("max_tokens", _DEFAULT_COMPLETION_TOKENS)
         if wanted is None:
             raise BadRequest(wire.number_error(api.value, "max_tokens", "int", None))
-    temperature = body.get("temperature")
-    for name, value, kind in (("max_tokens", wanted, "int"), ("temperature", temperature, "float")):
+    numbers = (("max_tokens", wanted, "int"), ("temperature", body.get("temperature"), "float"))
+    for name, value, kind in (*numbers, ("seed", body.get("seed"), "int")):
         kinds = int if kind == "int" else (int, float)
         if value is not None and (isinstance(value, bool) or not isinstance(value, kinds)):
             raise BadRequest(wire.number_error(api.value, name, kind, value))
     if api is Api.CHAT:
         _check_chat(body, wanted, limits)
     answer_tokens = _answer_tokens(api, wanted, prompt_tokens, limits)
-    _check_ranges(api, {**body, "min_new_tokens": body.get("min_tokens"), "max_new_tokens": wanted})
+    named = {"min_new_tokens": body.get("min_tokens"), "max_new_tokens": wanted, "sampling_seed": body.get("seed")}
+    _check_ranges(api, {**body, **named})
     logprobs = body.get("logprobs")
     rule = StopRule(
         max_new_tokens=answer_tokens,
@@ -327,7 +330,7 @@ def _openai_sampling(api: Api, body: Mapping[str, Any], index: int, prompt_token
     )
     return Sampling(
         rule=rule,
-        greedy=temperature == 0 or body.get("top_k") == 1,
+        draw=drawn(body, body.get("seed"), limits.chat_defaults if api is Api.CHAT else {}),
         samples=int(body.get("n") or 1),
         logprobs=bool(logprobs) or (api is Api.COMPLETIONS and logprobs is not None),
         top_logprobs=int(body.get("top_logprobs") or 0) if api is Api.CHAT else int(logprobs or 0),

@@ -24,7 +24,6 @@ from engines.emulator.live import Live
 from engines.emulator.plain_node import PlainNode
 from engines.emulator.prefill_node import PrefillNode
 from engines.emulator.radix import RadixCache
-from engines.token_rule import sampling_key
 from engines.types import EngineProfile, Role
 
 _log = logging.getLogger("pdgate.emulator")
@@ -92,7 +91,8 @@ class Rank:
 
     def sampling_of(self, live: Live) -> bytes:
         """The extra hash key of a sampled request; empty for a greedy one."""
-        return b"" if live.item.sampling.greedy else sampling_key(self._shared.secret, live.rid)
+        deterministic = self.options.enable_deterministic_inference
+        return live.item.sampling.draw.key(self._shared.secret, live.rid, deterministic)
 
     def submit(self, live: Live) -> None:
         """Give `live` to the scheduler."""

@@ -7,16 +7,20 @@ the handler's task sleeps until the stream ends.
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Callable
 
 from engines.emulator.core import End
-from engines.emulator.faults import Fault
+from engines.emulator.faults import FINISH_CHUNK, ROLE_CHUNK, Fault, Holds
 from engines.emulator.formats import StreamFormat
 from engines.emulator.live import Live
 from engines.emulator.wire import DONE, stream_error
 
 MAX_UNSENT_BYTES = 1 << 20
 """A client this far behind gets its tokens later, several to an event, as from a server whose writes block."""
+_FLUSH_S = 0.002
+"""The loop writes to sockets at the end of its turn."""
 
 
 class WholeReply:
@@ -42,17 +46,23 @@ class StreamReply:
 
     streaming = True
 
-    def __init__(self, form: StreamFormat, lives: list[Live], fault: Fault | None, abort: Callable[[], None]) -> None:
+    def __init__(
+        self, form: StreamFormat, lives: list[Live], fault: Fault | None, holds: Holds, abort: Callable[[], None]
+    ) -> None:
         loop = asyncio.get_running_loop()
         self._form = form
         self._lives = lives
         self._fault = fault
+        self._holds = holds
         self._abort = abort
         self._begun: set[int] = set()
         self._open = 0
         self._unsent = bytearray()
         self._transport: asyncio.Transport | None = None
         self._silent = False
+        self._held: bytearray | None = None
+        """What a hold keeps from being written."""
+        self._dying = False
         self.first: asyncio.Future[None] = loop.create_future()
         """Done when the first event exists."""
         self.done: asyncio.Future[None] = loop.create_future()
@@ -65,7 +75,15 @@ class StreamReply:
     def attach(self, transport: asyncio.Transport) -> None:
         """The headers are out: write what has come so far, and everything from now on."""
         self._transport = transport
-        self._flush()
+        if self._unsent:
+            transport.write(b"%x\r\n%b\r\n" % (len(self._unsent), bytes(self._unsent)))
+            self._unsent.clear()
+        if self._dying:
+            self._die()
+
+    def detach(self) -> None:
+        """The client is gone: write no more."""
+        self._silent = True
 
     def stepped(self, live: Live) -> None:
         if live.output.finish is not None:
@@ -73,56 +91,76 @@ class StreamReply:
         transport = self._transport
         if transport is not None and transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             return
-        self._write(self._events(live))
-        if (fault := self._due(live)) is not None:
-            self._break_off(fault)
+        if not live.output.withheld:
+            self._write(self._events(live))
+        self._go_wrong_if_due(live)
 
     def ended(self, live: Live, end: End) -> None:
-        if end.status is None and (fault := self._due(live)) is not None:
-            self._write(self._events(live))
-            self._break_off(fault)
-            return
-        events = b"" if end.status is not None else self._events(live)
+        live.output.closed = True
+        events = b""
+        if end.status is None:
+            events = self._events(live)
+            if self._is_due(live):
+                self._write(events)
+                self._go_wrong_if_due(live)
+                return
         self._open -= 1
         events += self._form.end(live, end)
         if not self._open:
-            events += self._form.tail(self._lives)
+            events = self._pass(live, FINISH_CHUNK, events) + self._form.tail(self._lives)
         self._write(events)
-        if not self._open and not self.done.done() and not self._silent:
-            self.done.set_result(None)
-
-    def _due(self, live: Live) -> Fault | None:
-        """The fault of this stream, once it has the tokens the fault waits for."""
-        due = self._fault is not None and len(live.output.ids) >= max(1, self._fault.after_tokens)
-        return self._fault if due else None
-
-    def detach(self) -> None:
-        """The client is gone: write no more."""
-        self._silent = True
+        self._finish()
 
     def _events(self, live: Live) -> bytes:
         if live.index in self._begun:
             return self._form.delta(live)
         self._begun.add(live.index)
-        return self._form.first(live) + self._form.delta(live)
+        return self._pass(live, ROLE_CHUNK, self._form.first(live)) + self._form.delta(live)
+
+    def _pass(self, live: Live, place: str, events: bytes) -> bytes:
+        """Behind `events` the stream may be held, or go wrong; what of them is still to be written."""
+        if self._fault is None and not self._holds.armed:
+            return events
+        self._write(events)
+        if self._fault is not None and self._fault.at == place:
+            self._go_wrong(self._fault)
+        hold = self._holds.catch(live.job, place)
+        if hold is not None:
+            hold.resume = self._resume
+            self._held = bytearray()
+        return b""
+
+    def _resume(self) -> None:
+        held, self._held = self._held, None
+        self._write(bytes(held or b""))
+        self._finish()
+
+    def _finish(self) -> None:
+        if not self._open and self._held is None and not self._silent and not self.done.done():
+            self.done.set_result(None)
 
     def _write(self, events: bytes) -> None:
         if self._silent or not events:
             return
-        transport = self._transport
-        if transport is None:
+        if self._held is not None:
+            self._held += events
+        elif self._transport is None:
             self._unsent += events
             if not self.first.done():
                 self.first.set_result(None)
         else:
-            transport.write(b"%x\r\n%b\r\n" % (len(events), events))
+            self._transport.write(b"%x\r\n%b\r\n" % (len(events), events))
 
-    def _flush(self) -> None:
-        if self._unsent and self._transport is not None:
-            self._transport.write(b"%x\r\n%b\r\n" % (len(self._unsent), bytes(self._unsent)))
-            self._unsent.clear()
+    def _is_due(self, live: Live) -> bool:
+        """Whether the stream has the tokens that its fault waits for."""
+        fault = self._fault
+        return fault is not None and fault.at == "token" and len(live.output.ids) >= max(1, fault.after_tokens)
 
-    def _break_off(self, fault: Fault) -> None:
+    def _go_wrong_if_due(self, live: Live) -> None:
+        if self._fault is not None and self._is_due(live):
+            self._go_wrong(self._fault)
+
+    def _go_wrong(self, fault: Fault) -> None:
         """Go wrong in the middle of the stream, as the fault says."""
         if fault.name == "error_event":
             self._write(stream_error("Internal error injected by /emulator/fault") + DONE)
@@ -130,9 +168,17 @@ class StreamReply:
                 self.done.set_result(None)
         elif fault.name == "truncate_stream" and not self.done.done():
             self.done.cancel()
+        elif fault.name == "die":
+            self._dying = True
+            if self._transport is not None:
+                self._die()
         self._fault = None
         self._silent = True
         if not self.first.done():
             self.first.set_result(None)
-        if fault.name != "stall":
+        if fault.name not in ("stall", "die"):
             self._abort()
+
+    def _die(self) -> None:
+        """End the process as kill -9 does, when the loop has handed over what was written."""
+        asyncio.get_running_loop().call_later(_FLUSH_S, os.kill, os.getpid(), signal.SIGKILL)

@@ -16,8 +16,9 @@ from aiohttp import web
 
 from engines.emulator import wire
 from engines.emulator.core import End, EndKind, Job
+from engines.emulator.draw import MODEL_DEFAULTS
 from engines.emulator.engine import Engine
-from engines.emulator.faults import Fault
+from engines.emulator.faults import STREAM_FAULTS, Fault
 from engines.emulator.format_generate import GenerateStream, generate_object
 from engines.emulator.formats import Answering, ChatStream, CompletionStream, StreamFormat, chat_body, completion_body
 from engines.emulator.live import Live
@@ -28,7 +29,6 @@ from engines.emulator.replies import StreamReply, WholeReply
 from engines.types import Role
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-_STREAM_FAULTS = ("truncate_stream", "error_event", "stall")
 
 
 class GenerationServer:
@@ -37,7 +37,8 @@ class GenerationServer:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         options = engine.options
-        self._limits = Limits(options.context_length, options.max_total_tokens)
+        defaults = MODEL_DEFAULTS if options.sampling_defaults == "model" else {}
+        self._limits = Limits(options.context_length, options.max_total_tokens, defaults)
 
     def add_routes(self, add: Callable[[str, str, Handler], None]) -> None:
         """Register the routes through `add(method, path, handler)`."""
@@ -61,7 +62,7 @@ class GenerationServer:
     async def _generate(self, api: Api, http: web.Request) -> web.StreamResponse:
         engine = self._engine
         received_s = engine.now_s
-        fault = engine.faults.take("status", "drop_connection", *_STREAM_FAULTS)
+        fault = engine.faults.take("status", "drop_connection", *STREAM_FAULTS)
         body = await read_json(api.value, http)
         try:
             request = parse_request(api, body, self._limits)
@@ -75,6 +76,7 @@ class GenerationServer:
             engine.wall_s(received_s),
             engine.options.enable_cache_report,
             engine.wall_offset_s,
+            engine.options.incremental_streaming_output,
         )
         if fault is not None and fault.name == "drop_connection":
             assert http.transport is not None
@@ -82,6 +84,7 @@ class GenerationServer:
         if fault is not None and fault.name == "status":
             return json_response(wire.internal_error("Injected by /emulator/fault", fault.status), fault.status)
         rids = request.rids or [uuid.uuid4().hex for _ in request.items]
+        fault = fault or next(filter(None, (engine.faults.take(*STREAM_FAULTS, rid=rid) for rid in rids)), None)
         await asyncio.sleep(engine.timeouts.register_s)
         if request.stream:
             return await self._stream(http, answering, rids, received_s, fault)
@@ -117,7 +120,8 @@ class GenerationServer:
     ) -> web.StreamResponse:
         request = answering.request
         lives: list[Live] = []
-        reply = StreamReply(_stream_format(answering, rids[0]), lives, fault, lambda: self._abort(lives))
+        form, holds = _stream_format(answering, rids[0]), self._engine.holds
+        reply = StreamReply(form, lives, fault, holds, lambda: self._abort(lives))
         reply.expect(len(request.items))
         lives += [
             self._live(item, rid, at, reply, received_s)

@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from engines.emulator.draw import MODEL_DEFAULTS
 from engines.emulator.tokens import SPECIAL_TOKENS, WORDS
 from engines.token_rule import EOS_TOKEN
 
@@ -44,6 +45,7 @@ def tokenizer_files() -> dict[str, str]:
     return {
         "tokenizer.json": _json(_tokenizer()),
         "tokenizer_config.json": _json(_config()),
+        "generation_config.json": _json({"do_sample": True, "eos_token_id": EOS_TOKEN, **MODEL_DEFAULTS}),
         "chat_template.jinja": _TEMPLATE,
     }
 

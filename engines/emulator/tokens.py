@@ -1,7 +1,8 @@
 """The emulated model's tokenizer and chat template. Pure.
 
 Prompts become one id a byte (special strings become one id), so a longer text always extends the ids of its start,
-and the vocabulary is a Hugging Face ByteLevel BPE without merges. Answers are words, ids the prompt side never makes.
+and the vocabulary is a Hugging Face ByteLevel BPE without merges. Answers are words, ids the prompt side never makes,
+and now and then the bytes of a character.
 """
 
 from __future__ import annotations
@@ -11,10 +12,16 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from engines.token_rule import FIRST_WORD_TOKEN, TOKEN_BYTES, VOCABULARY_TOKENS, WORD_TOKENS, pack
+from engines.token_rule import (
+    FIRST_BYTE_TOKEN,
+    FIRST_WORD_TOKEN,
+    TOKEN_BYTES,
+    VOCABULARY_TOKENS,
+    WORD_TOKENS,
+    pack,
+)
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-FIRST_BYTE_TOKEN = len(SPECIAL_TOKENS)
 
 _FUNCTION_FIELDS = ("description", "name", "parameters", "strict", "defer_loading")
 _SPECIAL = re.compile("(" + "|".join(re.escape(text) for text in SPECIAL_TOKENS) + ")")

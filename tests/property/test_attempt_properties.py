@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field, replace
+from itertools import cycle
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,10 +12,12 @@ from hypothesis import strategies as st
 from engines.pair import Frames, LegAnswer, LegEvent, LegFailed, LegOutput
 from engines.sse_frames import EventKind
 from engines.types import FailureKind, Leg, Outcome, Stage
+from failover.deadlines import Deadline
 from failover.hold import FIRST_HOLD_S as HOLD_S
 from failover.phase import LOSS_GRACE_S
 from gateway.attempt import AttemptFailed, follow
 from gateway.config import DeadlineConfig
+from gateway.patience import FixedPatience, Patience
 from tests.fakes import attempt, now_s, timeless
 
 LIMITS = DeadlineConfig(first_output_s=1.0, stall_s=0.5)
@@ -135,10 +138,19 @@ class Observer:
         self.noted = seen.noted_
 
 
-async def run(plan: Plan, limits: DeadlineConfig = LIMITS) -> tuple[Seen, AttemptFailed | None, float]:
+async def run(
+    plan: Plan, limits: DeadlineConfig = LIMITS, patience: Patience | None = None
+) -> tuple[Seen, AttemptFailed | None, float]:
     seen = Seen(plan)
     try:
-        await follow(seen, seen, Observer(seen), limits, seen.begun_s + DEADLINE_S)  # type: ignore[arg-type]
+        await follow(
+            seen,  # type: ignore[arg-type]
+            seen,
+            Observer(seen),
+            limits,
+            seen.begun_s + DEADLINE_S,
+            patience=patience,
+        )
     except AttemptFailed as error:
         return seen, error, now_s() - seen.begun_s
     return seen, None, now_s() - seen.begun_s
@@ -163,6 +175,46 @@ def test_an_attempt_ends_one_way_and_in_time(plan: Plan) -> None:
             assert list(error.outcomes) == seen.noted
         if plan.decode_end in ("failed", "broke"):
             assert error is not None
+
+    ends()
+
+
+class Moody(FixedPatience):
+    """Says another limit each time it is asked."""
+
+    def __init__(self, limits_s: list[float]) -> None:
+        super().__init__(LIMITS)
+        self._limits_s = cycle(limits_s)
+
+    def first_output_s(self, since_s: float) -> float:
+        assert since_s <= now_s()
+        return next(self._limits_s)
+
+    def next_output_s(self, since_s: float, largest_gap_s: float, gaps: int) -> float:
+        assert since_s <= now_s()
+        assert largest_gap_s == 0.0 or gaps > 0
+        return next(self._limits_s)
+
+    def whole_answer_s(self, since_s: float) -> float:
+        return next(self._limits_s)
+
+
+@given(plans(), st.lists(GAPS, min_size=1, max_size=6), st.floats(0.0, 5.0))
+def test_no_patience_outlasts_the_request_or_changes_what_is_delivered(
+    plan: Plan, limits_s: list[float], last_s: float
+) -> None:
+    @timeless
+    async def ends() -> None:
+        seen, error, took_s = await run(plan, patience=Moody([*limits_s, last_s]))
+        assert took_s <= DEADLINE_S + 1e-6
+        assert seen.delivered == [b"%d" % number for number in range(len(seen.delivered))]
+        if error is None:
+            assert len(seen.delivered) == len(plan.outputs_s)
+        elif error.deadline is not None:
+            assert error.outcome.kind is FailureKind.TIMEOUT
+            assert (error.deadline is Deadline.TOTAL) == (took_s >= DEADLINE_S)
+            assert error.deadline is not Deadline.QUEUE
+            assert (error.deadline is Deadline.FIRST_TOKEN) <= (error.outcome.stage is not Stage.STREAMING)
 
     ends()
 

@@ -9,7 +9,7 @@ from itertools import count
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.types import KvEvent, Medium, PagesCleared, PagesRemoved, PagesStored
+from engines.kv_types import KvEvent, Medium, PagesCleared, PagesRemoved, PagesStored
 from routing.kv_bridge import Change, Held, KvBridge, Lost
 from routing.kv_joining import joined
 from routing.ownership import Tier

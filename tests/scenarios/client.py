@@ -19,6 +19,7 @@ from engines.token_rule import EOS_TOKEN, continue_greedily, unpack
 
 MODEL = "emulated"
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
+DONE = "[DONE]"
 _serial = count(1)
 
 
@@ -59,10 +60,19 @@ class Answer:
     headers: Mapping[str, str] = field(default_factory=dict)
     raw: bytearray = field(default_factory=bytearray)
     events: list[Any] = field(default_factory=list)
+    comments: list[str] = field(default_factory=list)
     done: int = 0
     body: Any = None
     ended: bool = False
     grew: asyncio.Event = field(default_factory=asyncio.Event)
+    url: str = ""
+    path: str = ""
+    asked: Any = None
+    asked_s: float = 0.0
+    read: list[tuple[float, Any]] = field(default_factory=list)
+    """What was read and when, by the loop's clock: events, the body, or bytes that are neither."""
+    over: bool = False
+    """Its client reads no more, for it has all or its connection broke."""
 
     def text(self, index: int = 0) -> str:
         """The text of one choice: of a stream so far, or of a whole body."""
@@ -111,6 +121,10 @@ class Answer:
         check_error(self.errors[0])
 
 
+asked_answers: list[Answer] = []
+"""All that was asked with `ask` and not judged yet (`history.judge`)."""
+
+
 def check_error(error: Any) -> None:
     """An error as OpenAI's libraries read it, with words in it."""
     assert set(error) == {"message", "type", "param", "code"}, error
@@ -129,8 +143,23 @@ async def ask(
 ) -> Answer:
     """Post `body` and read all that comes; `answer`, if given, grows while it comes."""
     answer = Answer() if answer is None else answer
+    answer.url, answer.path, answer.asked, answer.asked_s = url, path, body, _now_s()
+    asked_answers.append(answer)
     data = body if isinstance(body, bytes) else orjson.dumps(body)
-    async with http.post(url + path, data=data, headers={"content-type": "application/json"}) as reply:
+    try:
+        await _read(http, answer, data)
+    except aiohttp.ClientConnectorError:
+        asked_answers.remove(answer)  # nobody was asked
+        raise
+    except aiohttp.ClientError:
+        answer.over = True
+        raise
+    return answer
+
+
+async def _read(http: aiohttp.ClientSession, answer: Answer, data: bytes) -> None:
+    headers = {"content-type": "application/json"}
+    async with http.post(answer.url + answer.path, data=data, headers=headers) as reply:
         answer.status, answer.headers = reply.status, reply.headers
         answer.grew.set()
         pending = b""
@@ -141,11 +170,18 @@ async def ask(
                     pending = _take_events(answer, pending + chunk)
                 answer.grew.set()
         except aiohttp.ClientPayloadError:
-            return answer
-    answer.ended = not pending
+            answer.over = True
+            return
+    answer.ended = answer.over = not pending
     if not answer.is_stream:
         answer.body = orjson.loads(answer.raw)
-    return answer
+        answer.read.append((_now_s(), answer.body))
+    elif pending:
+        answer.read.append((_now_s(), pending))
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _take_events(answer: Answer, data: bytes) -> bytes:
@@ -154,6 +190,10 @@ def _take_events(answer: Answer, data: bytes) -> bytes:
         payload = frame.removeprefix(b"data: ")
         if payload == b"[DONE]":
             answer.done += 1
+            answer.read.append((_now_s(), DONE))
+        elif frame.startswith(b":"):
+            answer.comments.append(frame[1:].decode().strip())
         else:
             answer.events.append(orjson.loads(payload))
+            answer.read.append((_now_s(), answer.events[-1]))
     return rest

@@ -24,6 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engines.emulator.process import EmulatedServer, free_ports
 from engines.types import Role
+from tests.scenarios.history import judge
 from tests.scenarios.recorder import Recorder
 
 SPEED = 20.0
@@ -65,6 +66,16 @@ class Hold:
     server: EmulatedServer
     pid: int
     hold_id: int
+
+
+@dataclass(frozen=True)
+class Secret:
+    """What a server's sampling keys are made of, from a moment of the loop's clock on; `server` as the gateway says."""
+
+    server: str
+    from_s: float
+    secret: bytes
+    deterministic: bool
 
 
 class GatewayProcess:
@@ -152,13 +163,17 @@ class Cluster:
         self.gateways = [GatewayProcess(arguments, folder / f"gateway{number}.log") for number in range(replicas)]
         self._exit = AsyncExitStack()
         self._holds: list[Hold] = []
+        self._pids: dict[str, int] = {}
+        self.secrets: list[Secret] = []
+        """What the keys of sampled answers are made of, of every server that has run."""
         self.http: aiohttp.ClientSession
 
     def _arguments(self, further: Sequence[str]) -> tuple[str, ...]:
         prefills = (("--prefill", self.name(server), str(server.bootstrap_port)) for server in self.prefills)
         decodes = (("--decode", self.name(server)) for server in self.decodes)
         named = [word for words in (*prefills, *decodes) for word in words]
-        return (*named, "--profile", "tiny", "--seed", "7", "--probe-interval-secs", "0.4", *further)
+        quiet = ("--canary-interval-secs", "0")  # no requests but a test's own, while nothing is wrong
+        return (*named, "--profile", "tiny", "--seed", "7", "--probe-interval-secs", "0.4", *quiet, *further)
 
     # ---- life ----------------------------------------------------------------------------------------------------
 
@@ -185,10 +200,15 @@ class Cluster:
         self.http = aiohttp.ClientSession()
         self._exit.push_async_callback(self.http.close)
         await self.ready()
+        for server in self.servers:
+            await self._learn_secret(server)
+        self._pids = {gateway.url: gateway.pid for gateway in self.gateways}
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if kind is None and self in _running:
+            await judge(self)
         if self in _running:
             _running.remove(self)
         for server in self.servers:
@@ -255,6 +275,20 @@ class Cluster:
         if server.role is Role.PREFILL:
             await asyncio.sleep(HEARTBEATS_S)  # the downtime is what is wanted here
         await server.start()
+        await self._learn_secret(server)
+
+    async def _learn_secret(self, server: EmulatedServer) -> None:
+        async with self.http.get(server.url + "/emulator/secret") as reply:
+            told = await reply.json()
+        now_s = asyncio.get_running_loop().time()
+        self.secrets.append(Secret(self.name(server), now_s, bytes.fromhex(told["secret"]), told["deterministic"]))
+
+    def killed_gateways(self) -> list[str]:
+        """The URLs of the replicas that are not the processes any more that they were at the last call."""
+        now = {gateway.url: gateway.pid for gateway in self.gateways if gateway.returncode is None}
+        killed = [url for url, pid in self._pids.items() if now.get(url) != pid]
+        self._pids |= now
+        return killed
 
     async def heal(self) -> None:
         """Undo what a test did: every server runs and holds nothing, the gateway runs and knows it."""
@@ -273,6 +307,7 @@ class Cluster:
         self._holds.clear()
         await self.ready()
         await self.settled(CLOSED_S)
+        await judge(self, with_ledgers=True)
 
     # ---- what the gateway says -----------------------------------------------------------------------------------
 
@@ -312,7 +347,7 @@ class Cluster:
         async with self.http.get(server.url + "/emulator/requests") as reply:
             return dict(await reply.json())
 
-    async def fault(self, server: EmulatedServer, name: str, **fields: int) -> None:
+    async def fault(self, server: EmulatedServer, name: str, **fields: int | str) -> None:
         """Make the next requests of a server go wrong."""
         async with self.http.post(server.url + "/emulator/fault", json={"fault": name, **fields}) as reply:
             assert reply.status == 200, await reply.text()

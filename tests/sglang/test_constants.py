@@ -21,8 +21,9 @@ import pytest
 from engines import kv_events, sglang, sglang_facts, sglang_versions, sglang_wire
 from engines.emulator import app as emulator
 from engines.emulator import bootstrap, contract, core, decode_node, info, parse, wire
+from engines.kv_types import Medium
 from engines.sglang_process import NoEnvironment, load
-from engines.types import Medium, Role
+from engines.types import Role
 from engines.upstream import Upstream
 
 _FIND = "import importlib.util as u; print(u.find_spec('sglang').submodule_search_locations[0])"

@@ -37,6 +37,19 @@ def test_what_changes_nothing_is_no_new_version() -> None:
     assert fleet.snapshot() is before
 
 
+def test_draining_outlives_a_restart_and_is_no_news_twice() -> None:
+    fleet = up("p0")
+    fleet.set_draining(P, True)
+    before = fleet.snapshot()
+    fleet.set_draining(P, True)
+    assert fleet.snapshot() is before
+    fleet.set_facts(P, replace(FACTS, boot_fingerprint="other"))
+    fleet.set_health(P, Health.READY)
+    assert (fleet.view(P).draining, fleet.view(P).takes_rooms) == (True, False)
+    fleet.set_draining(P, False)
+    assert fleet.view(P).takes_rooms
+
+
 def test_the_first_facts_begin_the_first_epoch_and_are_no_restart() -> None:
     fleet = Fleet([spec("p0")])
     assert not fleet.set_facts(P, FACTS)

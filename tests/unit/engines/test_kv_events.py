@@ -20,7 +20,7 @@ from engines.kv_events import (
     replay_frames,
     replay_request,
 )
-from engines.types import Medium, PagesCleared, PagesRemoved, PagesStored
+from engines.kv_types import Medium, PagesCleared, PagesRemoved, PagesStored
 
 STORED = {
     **{"type": "BlockStored", "block_hashes": [7, -8], "parent_block_hash": 6, "token_ids": [1, 2, 3, 4]},

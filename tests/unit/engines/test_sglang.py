@@ -249,6 +249,13 @@ async def test_no_load_is_none_whatever_the_server_says(patch: Patch) -> None:
     assert await SglangEngine(Scripted(patch)).load(spec("d0"), 1.0) is None
 
 
+async def test_a_server_is_roused_by_its_health_and_what_it_says_is_nobodys_concern() -> None:
+    for patch in (on("/health", 503, {}), lambda url: UpstreamError(FailureKind.TIMEOUT, "late")):
+        upstream = Scripted(patch)
+        await SglangEngine(upstream).rouse(spec("d0"))
+        assert [call[1] for call in upstream.fetched] == ["http://d0/health"]
+
+
 async def test_a_relayed_call_comes_back_as_it_is() -> None:
     upstream = Scripted(on("/tokenize", 418, b"tea"))
     assert await SglangEngine(upstream, "key").post(view("p0"), "/tokenize", b"{}", 1.0) == (418, b"tea")

@@ -10,7 +10,7 @@ import pytest
 
 from engines import sglang_facts as about
 from engines.sglang_versions import ROWS, UnservedVersion
-from engines.types import EngineFacts, Parallelism, Role
+from engines.types import ChatFacts, EngineFacts, Parallelism, Role
 
 RECORDED = orjson.loads(resources.files("engines.emulator").joinpath("server_args.json").read_bytes())
 ROUTE = {
@@ -48,11 +48,30 @@ def test_the_recorded_server_is_read() -> None:
     [
         ("enable_deterministic_inference", "deterministic"),
         ("enable_cache_report", "cache_report"),
+        ("incremental_streaming_output", "incremental_streaming"),
     ],
 )
 def test_switches_are_read(argument: str, fact: str) -> None:
     assert getattr(facts(**{argument: True}), fact) is True
     assert getattr(facts(**{argument: None}), fact) is False
+
+
+def test_what_it_does_to_chats_is_read() -> None:
+    assert facts().chat == ChatFacts(model_kind="qwen2 Qwen2ForCausalLM")
+    told = info(
+        reasoning_parser="qwen3",
+        tool_call_parser="qwen25",
+        chat_template="chatml",
+        completion_template="qwen_coder",
+        skip_tokenizer_init=True,
+    )
+    model = {**RECORDED["model_info"], "has_audio_understanding": True, "architectures": None, "model_type": None}
+    assert about.facts_of(told, model).chat == ChatFacts("qwen3", "qwen25", "chatml", "qwen_coder", "", True, False)
+    sees = {**RECORDED["model_info"], "has_image_understanding": True}
+    assert about.facts_of(info(), sees).chat.multimodal
+    assert facts(return_input_ids=True).chat.tells_ids
+    assert facts(return_output_ids=True).chat.tells_ids
+    assert facts(default_chat_template_kwargs={"enable_thinking": False}).chat.template_kwargs
 
 
 def test_what_route_says_comes_before_the_arguments() -> None:
@@ -166,3 +185,32 @@ def test_what_an_operator_could_switch_on(role: Role, changes: dict[str, Any], s
 )
 def test_what_was_never_tried_is_warned_of(changes: dict[str, Any], loud: bool) -> None:
     assert about.needs_attention(facts(**changes)) is loud
+
+
+# ---- loads -----------------------------------------------------------------------------------------------------------
+
+
+def load(**changes: Any) -> dict[str, Any]:
+    return {"timestamp": 5.0, "num_running_reqs": 0, "num_waiting_reqs": 3, **changes}
+
+
+@pytest.mark.parametrize(
+    ("queues", "waiting"),
+    [
+        (None, 0),
+        ({"prefill_bootstrap_queue_reqs": 2}, 2),
+        ({"decode_prealloc_queue_reqs": 1, "decode_transfer_queue_reqs": 1, "decode_retracted_queue_reqs": 1}, 2),
+        ({"prefill_bootstrap_queue_reqs": 1, "prefill_inflight_queue_reqs": 1}, 3),
+    ],
+)
+def test_requests_that_wait_for_the_peer_are_told_apart(queues: dict[str, int] | None, waiting: int) -> None:
+    read = about.load_of({"loads": [load(disaggregation=queues)]})
+    assert read is not None
+    assert (read.waiting_requests, read.waiting_for_peer_requests) == (3, waiting)
+
+
+def test_decode_steps_are_the_first_moment_of_every_rank() -> None:
+    ranks = [load(dp_rank=0, decode_moments=[40.0, 44.0]), load(dp_rank=1, decode_moments=[2.0]), load(dp_rank=2)]
+    read = about.load_of({"loads": ranks})
+    assert read is not None
+    assert read.decode_steps_total == 42.0

@@ -13,10 +13,12 @@ from engines.base import Probe
 from engines.fleet import Fleet
 from engines.tasks import running, spawn
 from engines.types import EngineFacts, EngineId, EngineLoad, EngineSpec, FailureKind, Health, Leg, Outcome, Stage
+from failover.machine import HealthEvent as E
 from failover.monitor import STALE_PROBE_S, Monitor
+from failover.wedge import Owed
 from tests.fakes import FACTS, now_s, spec, timeless
 
-P0, D0 = EngineId("http://p0"), EngineId("http://d0")
+P0, P1, D0 = EngineId("http://p0"), EngineId("http://p1"), EngineId("http://d0")
 LOAD = EngineLoad(1.0, 1, 0, 0, 5, 5, 100)
 
 
@@ -30,7 +32,8 @@ class Server:
         self.timed_out = False
         self.takes_s = 0.0
         self.probes: list[tuple[float, EngineId]] = []
-        self.loads = 0
+        self.loads = self.roused = 0
+        self.rouse_takes_s = 1.0
         self.load_seen: EngineLoad | None = LOAD
 
     def down(self, reason: str = "refused") -> None:
@@ -49,6 +52,10 @@ class Server:
     async def load(self, spec: EngineSpec, timeout_s: float) -> EngineLoad | None:
         self.loads += 1
         return self.load_seen
+
+    async def rouse(self, spec: EngineSpec) -> None:
+        self.roused += 1
+        await asyncio.sleep(self.rouse_takes_s)
 
 
 class Told:
@@ -126,27 +133,92 @@ async def test_a_server_that_takes_no_rooms_is_not_ready() -> None:
 
 
 @timeless
-async def test_one_late_answer_is_no_outage_two_are() -> None:
+async def test_a_server_that_stays_not_ready_is_roused_rarely() -> None:
     async with watched() as world:
-        world.server.reachable = world.server.ready = False
-        world.server.timed_out = True
-        await asyncio.sleep(2.1)
+        world.server.ready = False
+        await asyncio.sleep(29.0)
+        assert world.server.roused == 0
+        await asyncio.sleep(4.0)
+        assert world.server.roused == 1
+        await asyncio.sleep(28.0)
+        assert world.server.roused == 1
+        world.server.ready = True
+        await asyncio.sleep(5.0)
+        world.server.ready = False
+        await asyncio.sleep(25.0)
+        assert world.server.roused == 1, "it had been ready"
+        world.server.rouse_takes_s = 1000.0
+        await asyncio.sleep(10.0)
+        assert world.server.roused == 2
+    assert not [name for name in running() if name.startswith("rouse")]
+
+
+@timeless
+async def test_others_are_never_roused() -> None:
+    async with watched() as world:
+        await asyncio.sleep(100.0)
+        world.server.down()
+        await asyncio.sleep(100.0)
+        assert world.server.roused == 0
+
+
+def late(world: World) -> None:
+    world.server.reachable = world.server.ready = False
+    world.server.timed_out = True
+
+
+@timeless
+async def test_late_answers_make_it_slow_and_ten_silent_seconds_gone() -> None:
+    async with watched() as world:
+        world.server.load_seen = None
+        await asyncio.sleep(1.9)
+        late(world)
+        await asyncio.sleep(7.0)
         assert world.health() is Health.SLOW
-        await asyncio.sleep(0.6)
+        await asyncio.sleep(4.0)
         assert world.health() is Health.SUSPECTED
+
+
+@timeless
+async def test_a_server_that_is_late_but_tells_its_load_is_not_gone() -> None:
+    async with watched() as world:
+        late(world)
+        await asyncio.sleep(60.0)
+        assert world.health() is Health.SLOW
+        world.server.reachable = world.server.ready = True
+        await asyncio.sleep(0.6)
+        assert world.health() is Health.READY
 
 
 @timeless
 async def test_a_server_whose_legs_go_on_is_not_late() -> None:
     async with watched() as world:
-        world.server.reachable = world.server.ready = False
-        world.server.timed_out = True
+        late(world)
         for _ in range(20):
             world.monitor.progress(P0, now_s())
             await asyncio.sleep(0.5)
         assert world.health() is Health.READY
         await asyncio.sleep(5.0)
+        assert world.health() is Health.SLOW
+        world.monitor.progress(P0, now_s())
+        assert world.health() is Health.READY
+
+
+@timeless
+async def test_a_server_that_was_in_doubt_must_say_which_boot_it_is() -> None:
+    async with watched() as world:
+        world.server.facts = None
+        await asyncio.sleep(5.0)
+        assert world.health() is Health.READY, "it was not in doubt"
+        world.server.down()
+        await asyncio.sleep(2.1)
+        world.server.back()
+        world.server.facts = None
+        await asyncio.sleep(5.0)
         assert world.health() is Health.SUSPECTED
+        world.server.back("another boot")
+        await asyncio.sleep(0.6)
+        assert (world.health(), world.told.restarts) == (Health.READY, [P0])
 
 
 @timeless
@@ -241,10 +313,10 @@ async def test_a_bad_probe_refreshes_nothing() -> None:
 async def test_a_broken_leg_is_suspected_at_once_and_looked_into_at_once() -> None:
     async with watched() as world:
         world.monitor.leg_failed(broke())
-        assert (world.health(), world.fleet.view(P0).reason) == (Health.SUSPECTED, "lost")
+        assert (world.health(), world.fleet.view(P0).reason) == (Health.BROKEN, "lost")
         assert world.told.changes[-1] == P0
         await asyncio.sleep(0.1)
-        assert world.health() is Health.READY
+        assert world.health() is Health.PROBATION
         assert world.probes_of(P0) == 2
 
 
@@ -294,6 +366,213 @@ async def test_a_dead_server_is_looked_at_twice_a_second() -> None:
         world.monitor.leg_failed(broke())
         await asyncio.sleep(5.0)
         assert 9 <= world.probes_of(P0) <= 12
+
+
+# ---- half-open -------------------------------------------------------------------------------------------------------
+
+
+PAIR = (P0, D0)
+
+
+@timeless
+async def test_a_broken_server_is_ready_when_a_request_succeeded_on_it() -> None:
+    async with watched() as world:
+        world.monitor.leg_failed(broke())
+        await asyncio.sleep(30.0)
+        assert world.health() is Health.PROBATION
+        assert "half-open" in world.fleet.view(P0).reason
+        assert "lost" in world.fleet.view(P0).reason
+        world.monitor.progress(P0, now_s())
+        assert world.health() is Health.PROBATION, "output of older requests proves nothing"
+        world.monitor.proved(P0)
+        assert (world.health(), world.fleet.view(P0).reason) == (Health.READY, "")
+        world.monitor.leg_failed(broke())
+        world.monitor.proved(P0)
+        assert (world.health(), world.fleet.view(P0).reason) == (Health.BROKEN, "lost"), "too late to say anything"
+
+
+async def half_open_after_s(world: World) -> float:
+    for looks in range(1000):
+        if world.health() is Health.PROBATION:
+            return looks * 0.05
+        await asyncio.sleep(0.05)
+    raise AssertionError("never")
+
+
+@timeless
+async def test_pauses_between_failed_trials_grow_while_others_can_serve() -> None:
+    async with watched("p0", "p1") as world:
+        pauses = []
+        for _ in range(5):
+            world.monitor.leg_failed(broke())
+            pauses.append(await half_open_after_s(world))
+        assert pauses == sorted(pauses)
+        assert pauses[0] < 0.2, "the first time a probe is enough"
+        assert 3.0 <= pauses[4] <= 6.0
+        world.server.back("another boot")
+        await asyncio.sleep(1.0)
+        world.monitor.leg_failed(broke())
+        await asyncio.sleep(0.6)
+        assert world.health() is Health.PROBATION, "another process has a clean record"
+
+
+@timeless
+async def test_the_last_of_its_role_is_tried_without_a_pause() -> None:
+    async with watched("p0", "p1", "d0") as world:
+        for _ in range(6):
+            for engine_id in (P0, P1):
+                world.monitor.leg_failed(broke(engine_id=engine_id))
+            await asyncio.sleep(0.6)
+            assert Health.PROBATION in (world.health(P0), world.health(P1))
+
+
+@timeless
+async def test_all_restarted_at_once_are_half_open_as_soon_as_they_are_up() -> None:
+    names = ("p0", "p1", "p2", "d0", "d1")
+    async with watched(*names) as world:
+        world.server.down()
+        for name in names:
+            world.monitor.leg_failed(broke(engine_id=EngineId(f"http://{name}")))
+        await asyncio.sleep(5.0)
+        world.server.back("another boot")
+        await asyncio.sleep(0.6)
+        assert {view.health for view in world.fleet.views()} == {Health.PROBATION}
+
+
+# ---- who is blamed ---------------------------------------------------------------------------------------------------
+
+
+def answered(status: int, message: str = "CUDA error", leg: Leg = Leg.PREFILL) -> Outcome:
+    return Outcome(PAIR[leg is Leg.DECODE], leg, FailureKind.STATUS, Stage.DISPATCHED, message, status)
+
+
+@timeless
+async def test_no_number_of_client_errors_or_full_queues_changes_anything() -> None:
+    async with watched("p0", "d0") as world:
+        for status in (400, 413, 422, 429) * 50:
+            world.monitor.leg_failed(answered(status), PAIR)
+        assert world.health() is Health.READY
+        assert (
+            not world.monitor.transitions.keys()
+            - {(P0, Health.UNKNOWN, Health.READY, E.PROBE_READY)}
+            - {(D0, Health.UNKNOWN, Health.READY, E.PROBE_READY)}
+        )
+
+
+@timeless
+async def test_a_wrong_key_stops_rooms_until_a_probe_and_then_a_request_say_otherwise() -> None:
+    async with watched("p0", "p1", "d0") as world:
+        world.monitor.leg_failed(answered(401, "Unauthorized"), PAIR)
+        assert (world.health(), world.fleet.view(P0).reason) == (Health.BROKEN, "Unauthorized")
+        await asyncio.sleep(2.1)
+        assert world.health() is Health.PROBATION
+        world.monitor.leg_failed(answered(401, "Unauthorized"), PAIR)
+        assert world.health() is Health.BROKEN
+
+
+@timeless
+async def test_the_third_failed_answer_in_a_row_stops_rooms() -> None:
+    async with watched("p0", "d0") as world:
+        for _ in range(20):
+            world.monitor.leg_failed(answered(500), PAIR)
+            world.monitor.leg_failed(answered(500), PAIR)
+            await asyncio.sleep(0.01)
+            world.monitor.progress(P0, now_s())
+            await asyncio.sleep(0.01)
+        assert world.health() is Health.READY
+        for _ in range(3):
+            world.monitor.leg_failed(answered(500), PAIR)
+        assert world.health() is Health.BROKEN
+
+
+@timeless
+async def test_a_word_against_the_peer_is_looked_into_and_charged_to_nobody() -> None:
+    async with watched("p0", "d0") as world:
+        lost = "KVTransferError: Lost connection with prefill instance"
+        for _ in range(10):
+            world.monitor.leg_failed(answered(500, lost, Leg.DECODE), PAIR)
+        assert world.health(P0) is world.health(D0) is Health.READY
+        await asyncio.sleep(0.1)
+        assert (world.probes_of(P0), world.probes_of(D0)) == (2, 1)
+        world.server.down("its bootstrap server refuses")
+        world.monitor.leg_failed(answered(500, lost, Leg.DECODE), PAIR)
+        await asyncio.sleep(0.1)
+        assert world.health(P0) is Health.SUSPECTED
+
+
+@timeless
+async def test_a_silent_leg_is_nothing_while_others_go_on_and_else_a_late_answer() -> None:
+    async with watched() as world:
+        await asyncio.sleep(5.0)
+        heard: list[EngineId] = []
+        world.monitor.on_suspected = lambda engine_id, reason, fingerprint: heard.append(engine_id)
+        world.monitor.progress(P0, now_s())
+        for _ in range(10):
+            world.monitor.leg_failed(broke(FailureKind.TIMEOUT))
+        assert (world.health(), heard) == (Health.READY, [])
+        await asyncio.sleep(2.1)
+        world.monitor.leg_failed(broke(FailureKind.TIMEOUT))
+        assert (world.health(), heard) == (Health.SLOW, [P0])
+        await asyncio.sleep(0.1)
+        assert world.health() is Health.READY
+
+
+# ---- stuck -----------------------------------------------------------------------------------------------------------
+
+
+@timeless
+async def test_a_server_with_work_of_ours_that_does_not_move_is_wedged_until_it_does() -> None:
+    async with watched("p0", "p1") as world:
+        world.monitor.owed = lambda engine_id: Owed(3 if engine_id == P0 else 0)
+        await asyncio.sleep(9.0)
+        assert world.health() is Health.READY
+        await asyncio.sleep(3.0)
+        assert world.health() is Health.WEDGED
+        assert "3 requests" in world.fleet.view(P0).reason
+        assert world.health(P1) is Health.READY
+        await asyncio.sleep(30.0)
+        assert world.health() is Health.WEDGED, "however good its probes are"
+        world.server.load_seen = replace(LOAD, used_tokens=6)
+        await asyncio.sleep(0.6)
+        assert world.health() is Health.PROBATION
+
+
+@timeless
+async def test_output_frees_a_wedged_server_and_so_does_its_restart() -> None:
+    async with watched() as world:
+        world.monitor.owed = lambda engine_id: Owed(1)
+        await asyncio.sleep(12.0)
+        assert world.health() is Health.WEDGED
+        world.monitor.progress(P0, now_s())
+        assert world.health() is Health.PROBATION
+        await asyncio.sleep(12.0)
+        assert world.health() is Health.PROBATION, "that long a pause is its pace now"
+        await asyncio.sleep(30.0)
+        assert world.health() is Health.WEDGED
+        world.server.back("another boot")
+        await asyncio.sleep(5.0)
+        assert world.health() is Health.READY
+        await asyncio.sleep(7.0)
+        assert world.health() is Health.WEDGED, "by its own pace, not by that of the process before it"
+
+
+@timeless
+async def test_a_busy_server_is_never_wedged() -> None:
+    async with watched() as world:
+        world.monitor.owed = lambda engine_id: Owed(100)
+        for step in range(200):
+            world.server.load_seen = replace(LOAD, prefill_busy_us_total=step // 10)
+            await asyncio.sleep(0.5)
+            assert world.health() is Health.READY
+
+
+@timeless
+async def test_a_server_that_does_not_say_it_is_ready_is_not_wedged() -> None:
+    async with watched() as world:
+        world.monitor.owed = lambda engine_id: Owed(1)
+        late(world)
+        await asyncio.sleep(60.0)
+        assert world.health() is Health.SLOW
 
 
 # ---- a counter that fell ---------------------------------------------------------------------------------------------
@@ -501,4 +780,4 @@ async def test_what_fails_after_the_end_is_taken_quietly() -> None:
     async with watched() as world:
         pass
     world.monitor.leg_failed(broke())
-    assert world.health() is Health.SUSPECTED
+    assert world.health() is Health.BROKEN

@@ -9,7 +9,17 @@ import pytest
 from engines.sglang import SglangStrategy
 from engines.sse_frames import EventKind, FrameDecoder, event_kind
 from engines.types import EngineId, FailureKind, Leg, Outcome, Stage
-from failover.retry import CLASSIFICATION, Fault, History, Verdict, blamed, classify, decide, may_be_a_death
+from failover.retry import (
+    CLASSIFICATION,
+    MAX_CONTINUATIONS,
+    Fault,
+    History,
+    Verdict,
+    blamed,
+    classify,
+    decide,
+    may_be_a_death,
+)
 
 RECORDED = json.loads((Path(__file__).parents[2] / "data" / "failures.json").read_text())
 P, D = EngineId("http://p0"), EngineId("http://d0")
@@ -88,9 +98,20 @@ def test_a_callers_fault_goes_to_the_client_and_is_never_retried() -> None:
         assert decision.verdict is Verdict.TO_CLIENT
 
 
-def test_nothing_is_retried_once_the_client_has_a_byte() -> None:
+def test_once_the_client_has_a_byte_a_stream_goes_on_but_nothing_begins_anew() -> None:
     for kind in FailureKind:
-        assert decide(outcome(kind=kind), (P, D), history(committed=True)).verdict is Verdict.GIVE_UP
+        decision = decide(outcome(kind=kind), (P, D), history(committed=True))
+        assert decision.verdict is Verdict.CONTINUE
+        assert decision.excluded_engine == D
+
+
+def test_a_stream_that_breaks_again_and_again_is_given_up() -> None:
+    broken = history(committed=True, continuations=MAX_CONTINUATIONS - 1)
+    assert decide(outcome(), (P, D), broken).verdict is Verdict.CONTINUE
+    broken = history(committed=True, continuations=MAX_CONTINUATIONS)
+    assert decide(outcome(), (P, D), broken).verdict is Verdict.GIVE_UP
+    without_progress = history(committed=True, attempts=3)
+    assert decide(outcome(), (P, D), without_progress).verdict is Verdict.GIVE_UP
 
 
 def test_attempts_and_time_are_bounded() -> None:

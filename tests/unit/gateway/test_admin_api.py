@@ -48,7 +48,9 @@ async def test_health_is_open_and_plain(client: Client) -> None:
 async def test_readiness_counts_the_pairs_that_can_serve(gw: Gateway, client: Client) -> None:
     ready = await json(client, "/readyz")
     assert (ready["ready"], ready["pairs"], ready["models"]) == (True, 2, ["tiny"])
-    assert ready["engines"][0] == {"id": P0, "role": "prefill", "health": "ready", "reason": None}
+    first = {"id": P0, "role": "prefill", "health": "ready", "reason": None, "drain": None, "attempts": 0}
+    assert ready["engines"][0] == first
+    assert (ready["pairs_by_model"], ready["panic"]) == ({"tiny": 2}, [])
     gw.fleet.set_health(D0, Health.SUSPECTED, "lost")
     gw.fleet.set_facts(D1, replace(FACTS, weight_version="other"))
     assert ready["apart"] == []
@@ -60,9 +62,29 @@ async def test_readiness_counts_the_pairs_that_can_serve(gw: Gateway, client: Cl
 
 
 async def test_a_prefill_without_a_recent_probe_makes_no_pair(gw: Gateway) -> None:
-    assert ready_pairs(gw) == 2
+    assert ready_pairs(gw) == {"tiny": 2}
     gw.monitor._probed_s.clear()
-    assert ready_pairs(gw) == 0
+    assert ready_pairs(gw) == {"tiny": 0}
+
+
+@pytest.mark.parametrize("engine", [P0, (D0, D1)])
+async def test_it_is_not_ready_while_one_side_of_every_pair_is_down(
+    gw: Gateway, client: Client, engine: EngineId | tuple[EngineId, ...]
+) -> None:
+    for each in (engine,) if isinstance(engine, str) else engine:
+        gw.fleet.set_health(each, Health.SUSPECTED, "gone")
+    assert (await json(client, "/readyz", 503))["ready"] is False
+    for each in (engine,) if isinstance(engine, str) else engine:
+        gw.fleet.set_health(each, Health.PROBATION, "half-open")
+    assert (await json(client, "/readyz"))["pairs"] == 2
+
+
+async def test_each_model_is_ready_by_itself(gw: Gateway, client: Client) -> None:
+    gw.fleet.set_facts(D1, replace(FACTS, model="other"))
+    assert (await json(client, "/readyz"))["pairs_by_model"] == {"tiny": 1}
+    assert (await json(client, "/readyz?model=tiny"))["pairs"] == 1
+    assert (await json(client, "/readyz?model=other", 503))["ready"] is False, "it has no prefill"
+    await json(client, "/readyz?model=unknown", 503)
 
 
 async def test_models_have_the_shortest_context_of_their_servers(gw: Gateway, client: Client) -> None:
@@ -82,9 +104,27 @@ async def test_metrics_are_prometheus_text(gw: Gateway, client: Client) -> None:
 
 
 async def test_gauges_show_the_fleet_as_it_is(gw: Gateway) -> None:
-    gw.fleet.set_health(D0, Health.LEAKING, "x")
+    gw.monitor.leak_found(D0)
+    gw.releaser._on_engine[P0] = 3
     gw.fleet.set_load(P0, EngineLoad(1.0, 1, 0, 0, 70, 70, 100))
     found = {(name, labels.get("engine", "")): value for name, _, labels, value in gauges(gw)}
+    health = {
+        labels["health"]: value
+        for name, _, labels, value in gauges(gw)
+        if name == "pdgate_engine_health" and labels["engine"] == D0
+    }
+    assert health == {str(each): float(each is Health.LEAKING) for each in Health}
+    steps = [
+        (labels["before"], labels["after"], labels["event"], value)
+        for name, _, labels, value in gauges(gw)
+        if name == "pdgate_health_transitions" and labels["engine"] == D0
+    ]
+    assert steps == [("unknown", "ready", "probe_ready", 1.0), ("ready", "leaking", "leak_found", 1.0)]
+    assert found["pdgate_pinned_requests", P0] == 3.0
+    assert {labels["role"]: value for name, _, labels, value in gauges(gw) if name == "pdgate_panic"} == {
+        "prefill": 0.0,
+        "decode": 0.0,
+    }
     assert found["pdgate_engine_ready", D0] == 0.0
     assert found["pdgate_engine_ready", D1] == 1.0
     assert found["pdgate_kv_unaccounted_tokens", P0] == 70.0

@@ -10,10 +10,12 @@ import pytest
 from engines.pair import Frames, LegAnswer, LegEvent, LegFailed, LegOutput
 from engines.sse_frames import EventKind
 from engines.types import FailureKind, Leg, Outcome, Stage
+from failover.deadlines import Deadline
 from failover.hold import FIRST_HOLD_S as HOLD_S
 from failover.phase import LOSS_GRACE_S
 from gateway.attempt import CLIENT_PATIENCE_S, AttemptFailed, follow
 from gateway.config import DeadlineConfig
+from gateway.patience import FixedPatience, Patience
 from tests.fakes import attempt, now_s, timeless
 
 LIMITS = DeadlineConfig(request_s=100.0, first_output_s=5.0, stall_s=2.0)
@@ -116,13 +118,14 @@ async def see(
     slow_s: float = 0.0,
     needs_prefill: bool = False,
     hold_s: float = HOLD_S,
+    patience: Patience | None = None,
 ) -> tuple[Told, AttemptFailed | None, float]:
     """What was told, how it failed, and after how long."""
     run = Scripted(*script, stream=stream, needs_prefill=needs_prefill)
     told = Told(run, slow_s)
     error = None
     try:
-        await follow(run, told, told, limits, run.begun_s + within_s, hold_s)  # type: ignore[arg-type]
+        await follow(run, told, told, limits, run.begun_s + within_s, hold_s, patience)  # type: ignore[arg-type]
     except AttemptFailed as caught:
         error = caught
     return told, error, round(now_s() - run.begun_s, 6)
@@ -441,6 +444,153 @@ async def test_a_deadline_within_the_hold_blames_the_prefill_that_is_waited_for(
     told, error, _ = await see((0.1, out("a")), within_s=0.11)
     assert blame(error)[:2] == (Leg.PREFILL, FailureKind.TIMEOUT)
     assert told.text == b""
+
+
+# ---- how long silence may last ---------------------------------------------------------------------------------------
+
+
+class Asked(FixedPatience):
+    """What was asked, on the run's clock; `answers` are given in turn, the last one for ever."""
+
+    def __init__(self, *answers: float, blames: Leg | None = None) -> None:
+        super().__init__(LIMITS)
+        self.begun_s = now_s()
+        self.asked: list[tuple[float, str, float]] = []
+        self.gaps: list[tuple[float, int]] = []
+        self._answers = list(answers)
+        self._blames = blames
+
+    def first_output_s(self, since_s: float) -> float:
+        return self._answer("first", since_s)
+
+    def next_output_s(self, since_s: float, largest_gap_s: float, gaps: int) -> float:
+        self.gaps.append((round(largest_gap_s, 6), gaps))
+        return self._answer("next", since_s)
+
+    def whole_answer_s(self, since_s: float) -> float:
+        return self._answer("whole", since_s)
+
+    def silent_leg(self, waited_for: Leg, since_s: float) -> Leg:
+        return self._blames or waited_for
+
+    def _answer(self, what: str, since_s: float) -> float:
+        self.asked.append((round(now_s() - self.begun_s, 6), what, round(since_s - self.begun_s, 6)))
+        return self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+
+
+def passed(error: AttemptFailed | None) -> Deadline:
+    assert error is not None
+    assert error.deadline is not None
+    return error.deadline
+
+
+@timeless
+async def test_the_limits_are_asked_for_when_a_silence_begins_and_not_for_every_output() -> None:
+    patience = Asked(5.0)
+    outputs = [(0.2 + 0.1 * number, out("x")) for number in range(20)]
+    _, error, took_s = await see((0.1, P_DONE), *outputs, (3.0, D_DONE), patience=patience)
+    assert (error, took_s) == (None, 3.0)
+    assert patience.asked == [(0.0, "first", 0.0), (0.1, "first", 0.1), (0.2, "next", 0.2)]
+    assert patience.gaps == [(0.0, 0)]
+
+
+@timeless
+async def test_a_limit_that_has_passed_is_asked_for_again() -> None:
+    patience = Asked(1.0, 2.5, 4.0, 4.0)
+    told, error, took_s = await see(patience=patience)
+    assert blame(error) == (Leg.PREFILL, FailureKind.TIMEOUT, Stage.DISPATCHED)
+    assert (passed(error), took_s, len(told.outcomes)) == (Deadline.FIRST_TOKEN, 4.0, 1)
+    assert [at_s for at_s, _, _ in patience.asked] == [0.0, 1.0, 2.5, 4.0]
+
+
+@timeless
+async def test_what_comes_after_a_longer_limit_is_passed_on() -> None:
+    patience = Asked(1.0, 9.0)
+    told, error, _ = await see((2.0, P_DONE), (2.1, out("a")), (2.2, D_DONE), patience=patience)
+    assert (error, told.text) == (None, b"a")
+
+
+@timeless
+async def test_a_limit_that_shrinks_ends_it_when_it_is_next_looked_at() -> None:
+    _, error, took_s = await see(patience=Asked(3.0, 1.0))
+    assert (passed(error), took_s) == (Deadline.FIRST_TOKEN, 3.0)
+
+
+@timeless
+async def test_no_patience_outlasts_the_request() -> None:
+    for script, stream in (([], True), ([(0.1, P_DONE), (0.2, out("a"))], True), ([(0.1, P_DONE)], False)):
+        _, error, took_s = await see(*script, stream=stream, within_s=7.0, patience=Asked(1.0, 1e9))
+        assert (passed(error), took_s) == (Deadline.TOTAL, 7.0)
+
+
+@timeless
+async def test_a_streams_own_pauses_are_told_when_it_falls_silent() -> None:
+    patience = Asked(2.0, 2.0, 2.0, 2.5)
+    script = [(0.1, P_DONE), *((at_s, out("x")) for at_s in (0.2, 0.3, 1.2, 1.3))]
+    _, error, took_s = await see(*script, patience=patience)
+    assert (passed(error), took_s) == (Deadline.STALL, 3.8)
+    assert patience.gaps == [(0.0, 0), (0.9, 3), (0.9, 3)]
+
+
+@timeless
+async def test_what_waits_for_the_prefill_shows_no_pace() -> None:
+    patience = Asked(9.0, 2.0)
+    await see((1.0, out("a")), (3.0, out("b")), (4.0, P_DONE), needs_prefill=True, patience=patience)
+    assert patience.gaps == [(0.0, 0), (0.0, 0)]
+
+
+@timeless
+async def test_a_clients_slowness_is_no_pause_of_the_stream() -> None:
+    patience = Asked(9.0, 9.0, 0.5)
+    await see((0.1, P_DONE), (0.2, out("a")), (0.3, out("b")), (4.3, D_DONE), slow_s=2.0, patience=patience)
+    assert patience.gaps == [(0.0, 0)]
+    patience = Asked(9.0, 9.0, 0.5)
+    await see((0.1, P_DONE), (0.2, out("a")), (0.3, out("b")), slow_s=2.0, patience=patience)
+    assert patience.gaps[-1] == (0.0, 1)
+
+
+@timeless
+async def test_a_whole_answer_stalls_where_its_decode_does() -> None:
+    patience = Asked(5.0, 6.0, 6.0)
+    _, error, took_s = await see((1.0, P_DONE), stream=False, patience=patience)
+    assert blame(error) == (Leg.DECODE, FailureKind.TIMEOUT, Stage.HANDED_OVER)
+    assert (passed(error), took_s) == (Deadline.STALL, 7.0)
+    assert [what for _, what, _ in patience.asked] == ["first", "whole", "whole"]
+
+
+@timeless
+async def test_the_silent_leg_is_who_the_patience_says() -> None:
+    told, error, _ = await see(patience=Asked(5.0, blames=Leg.DECODE))
+    assert blame(error) == (Leg.DECODE, FailureKind.TIMEOUT, Stage.DISPATCHED)
+    assert [outcome.leg for outcome in told.outcomes] == [Leg.DECODE]
+
+
+@timeless
+async def test_each_deadline_says_what_happened_where_and_for_how_long() -> None:
+    cases = (
+        ([], 100.0, Deadline.FIRST_TOKEN, "no first token in time: no sign of the prefill server http://p0 for 5.0 s"),
+        (
+            [(1.0, P_DONE)],
+            100.0,
+            Deadline.FIRST_TOKEN,
+            "no first token in time: no sign of the decode server http://d0",
+        ),
+        (
+            [(1.0, P_DONE), (1.5, out("a"))],
+            100.0,
+            Deadline.STALL,
+            "stalled: the decode server http://d0 gave no further output in time (2.0 s)",
+        ),
+        ([(1.0, P_DONE)], 3.5, Deadline.TOTAL, "out of time: the last 2.5 s were spent waiting for the decode server"),
+    )
+    for script, within_s, deadline, text in cases:
+        _, error, _ = await see(*script, within_s=within_s)
+        assert passed(error) is deadline
+        assert error is not None
+        assert text in error.outcome.message
+    _, error, _ = await see((0.1, D_FAILED))
+    assert error is not None
+    assert error.deadline is None
 
 
 @timeless

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.types import EngineId, PrefillTiming, PrefillWork
+from failover.wedge import Owed
 from gateway.bookings import Booking, Bookings
 from routing.bookings_log import NOTHING, Totals
 
@@ -44,6 +45,20 @@ def test_hand_over_releases_the_prefill_alone_and_once() -> None:
     assert bookings.prefill_done(one, 3.0) == 3.0
     assert bookings.prefill_done(one, 4.0) is None
     assert (bookings.prefill_requests(P0), bookings.decode_requests(D0), bookings.live()) == (0, 1, 1)
+
+
+def test_a_decode_owes_what_was_handed_over_and_a_prefill_what_was_not() -> None:
+    bookings = Bookings()
+    one, two = booking("1", predicted_s=2.0), booking("2", predicted_s=5.0)
+    assert bookings.owed(P0) == bookings.owed(D0) == Owed(0)
+    for each in (one, two):
+        bookings.book(each)
+    assert (bookings.owed(P0), bookings.owed(D0)) == (Owed(2, 5.0), Owed(0))
+    bookings.prefill_done(two, 1.0)
+    assert (bookings.owed(P0), bookings.owed(D0)) == (Owed(1, 2.0), Owed(1))
+    bookings.release(one, 2.0)
+    bookings.release(two, 2.0)
+    assert (bookings.owed(P0), bookings.owed(D0)) == (Owed(0), Owed(0))
 
 
 def test_release_frees_both_sides_once() -> None:

@@ -526,6 +526,7 @@ async def test_an_old_attempts_end_takes_nothing_from_the_new_process() -> None:
     old = await at.submit(request(blocks=BLOCKS))
     fleet.set_facts(P0, replace(FACTS, boot_fingerprint="other"))
     at.restarted(P0)
+    at.pairs.health.canary_passed((P0, D0), now_s(), now_s())
     new = await at.submit(request(blocks=BLOCKS))
     at.finished(old)
     assert at.owners.index.match(BLOCKS)[P0].pending_blocks == len(BLOCKS)

@@ -13,20 +13,8 @@ import pytest
 
 from engines.kv_events import KvBatch
 from engines.kv_subscriber import ConditionKind, Handler, KvCondition
-from engines.types import (
-    EngineId,
-    EngineSpec,
-    EngineView,
-    FleetSnapshot,
-    Health,
-    KvEvent,
-    KvEventSource,
-    Medium,
-    PagesCleared,
-    PagesRemoved,
-    PagesStored,
-    Role,
-)
+from engines.kv_types import KvEvent, Medium, PagesCleared, PagesRemoved, PagesStored
+from engines.types import EngineId, EngineSpec, EngineView, FleetSnapshot, Health, KvEventSource, Role
 from gateway import kv_feed
 from gateway.kv_feed import FeedMode, Hashing, KvFeed
 from routing.ownership import Tier

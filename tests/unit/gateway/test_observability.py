@@ -9,6 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engines.types import EngineId, FailureKind, Leg, Outcome, Stage
+from failover.deadlines import Deadline
 from gateway.observability import Metrics, log_request
 
 Gauge = tuple[str, str, dict[str, str], float]
@@ -28,6 +29,10 @@ def test_everything_told_is_counted() -> None:
     metrics.request("/generate", 429)
     metrics.attempt("whole")
     metrics.own_fault()
+    metrics.deadline_passed(Deadline.STALL)
+    metrics.retried(allowed=True)
+    metrics.retried(allowed=False)
+    metrics.retried(allowed=False)
     metrics.leg_failed(Outcome(P, Leg.PREFILL, FailureKind.RESET, Stage.DISPATCHED, "x"))
     metrics.first_output(0.3)
     metrics.decided(0.002)
@@ -38,6 +43,9 @@ def test_everything_told_is_counted() -> None:
     assert found["pdgate_requests_total", ("/generate", "429")] == 1
     assert found["pdgate_attempts_total", ("whole",)] == 1
     assert found["pdgate_own_faults_total", ()] == 1
+    assert found["pdgate_deadlines_passed_total", ("stall",)] == 1
+    assert found["pdgate_retries_total", ("allowed",)] == 1
+    assert found["pdgate_retries_total", ("refused",)] == 2
     assert found["pdgate_leg_failures_total", ("dispatched", "http://p0", "prefill", "reset")] == 1
     assert found["pdgate_time_to_first_output_seconds_sum", ()] == 0.3
     assert found["pdgate_queue_wait_seconds_bucket", ("0.005",)] == 1

@@ -4,17 +4,42 @@ from dataclasses import replace
 
 import pytest
 
-from engines.types import EngineId, EngineView, Health, Role
-from routing.filters import filter_engines, objection
+from engines.types import EngineId, EngineView, FleetSnapshot, Health, Role
+from routing.filters import filter_engines, objection, roles_in_panic
 from tests.unit.routing.fleets import FACTS, request, view
 
 
-@pytest.mark.parametrize("health", [health for health in Health if health is not Health.READY])
+@pytest.mark.parametrize("health", [health for health in Health if not health.takes_rooms])
 def test_only_ready_engines_are_kept_and_the_reason_names_health(health: Health) -> None:
     kept, dropped = filter_engines(request(), [view("p0", Role.PREFILL, health=health, reason="refused connection")])
     assert not kept
     assert [drop.engine_id for drop in dropped] == ["p0"]
     assert dropped[0].reason == f"health is {health}: refused connection"
+
+
+def test_a_half_open_server_may_serve_and_a_draining_one_may_not() -> None:
+    assert objection(request(), view("p0", Role.PREFILL, health=Health.PROBATION)) is None
+    draining = view("p0", Role.PREFILL, draining=True)
+    assert objection(request(), draining) == "draining: an operator wants no new rooms on it"
+
+
+def fleet(decodes: str) -> FleetSnapshot:
+    """r: ready, p: on probation, s: slow, d: slow and draining, x: suspected; two prefills are ready."""
+    states = {"r": Health.READY, "p": Health.PROBATION, "s": Health.SLOW, "d": Health.SLOW, "x": Health.SUSPECTED}
+    views = [view(f"p{number}", Role.PREFILL) for number in range(2)]
+    for number, letter in enumerate(decodes):
+        views.append(view(f"d{number}", Role.DECODE, health=states[letter], draining=letter == "d"))
+    return FleetSnapshot(1, tuple(views))
+
+
+@pytest.mark.parametrize("decodes", ["ss", "rss", "pss", "ssx", "rrsss", "rssd"])
+def test_a_role_is_in_panic_when_the_late_outnumber_the_usable(decodes: str) -> None:
+    assert roles_in_panic(fleet(decodes)) == {Role.DECODE}
+
+
+@pytest.mark.parametrize("decodes", ["", "r", "s", "sx", "rs", "rrss", "rpss", "xxx", "sdd", "rrrrrs"])
+def test_and_not_otherwise(decodes: str) -> None:
+    assert roles_in_panic(fleet(decodes)) == frozenset()
 
 
 def test_kept_engines_keep_their_order() -> None:

@@ -7,7 +7,7 @@ import tracemalloc
 
 import pytest
 
-from engines.types import Medium, PagesCleared, PagesRemoved, PagesStored
+from engines.kv_types import Medium, PagesCleared, PagesRemoved, PagesStored
 from routing.kv_bridge import Change, Cleared, Held, KvBridge, Lost
 from routing.kv_ranks import RankUnion
 from routing.ownership import Tier

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engines.types import KvEvent, Medium, PagesCleared, PagesRemoved, PagesStored
+from engines.kv_types import KvEvent, Medium, PagesCleared, PagesRemoved, PagesStored
 from routing.kv_bridge import Held, KvBridge
 from routing.kv_joining import joined, slices
 

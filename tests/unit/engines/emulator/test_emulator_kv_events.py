@@ -15,8 +15,9 @@ from engines.emulator.kv_publisher import KvEventsConfig, parse_config, with_por
 from engines.emulator.parse import Api, BadRequest, Limits, parse_request
 from engines.emulator.radix import SHARED, CacheNamespace, RadixCache
 from engines.kv_events import decode_batch, page_digests, page_hash
+from engines.kv_types import KvEvent, PagesCleared, PagesRemoved, PagesStored
 from engines.token_rule import pack
-from engines.types import KvEvent, PagesCleared, PagesRemoved, PagesStored, Role
+from engines.types import Role
 
 SALTED = CacheNamespace("salt")
 

@@ -1,4 +1,4 @@
-"""The emulated tokenizer, chat template, and answers with their stop rules."""
+"""The emulated tokenizer, chat template."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from engines.emulator.output import Finish, Output, StopRule
 from engines.emulator.tokens import WORDS, chat_text, decode, encode, render_chat
-from engines.token_rule import EOS_TOKEN, FIRST_WORD_TOKEN, continue_greedily, pack, unpack
+from engines.token_rule import unpack
 
 
 def test_words_are_distinct_and_ascii() -> None:
@@ -56,61 +55,3 @@ def test_a_chat_is_read_by_the_rules_of_sglang() -> None:
     parts = [{"type": "text", "text": "x"}, {"type": "text", "text": "y"}]
     assert "tool\nx y<" in chat_text({"messages": [{"role": "tool", "content": parts}]})
     assert "user\nxy<" in chat_text({"messages": [{"role": "user", "content": parts}]})
-
-
-PROMPT = pack(range(3, 60))
-ANSWER = continue_greedily(range(3, 60), 30, ignore_eos=True)
-
-
-def _run(rule: StopRule) -> tuple[Output, list[str]]:
-    output, deltas = Output(rule), []
-    output.start(PROMPT)
-    while not output.step():
-        deltas.append(output.take_delta())
-    deltas.append(output.take_delta())
-    return output, deltas
-
-
-def test_an_answer_ends_at_its_length() -> None:
-    output, deltas = _run(StopRule(max_new_tokens=5, ignore_eos=True))
-    assert output.ids == ANSWER[:5]
-    assert output.finish == Finish("length")
-    assert "".join(deltas) == output.text == decode(ANSWER[:5])
-
-
-def test_an_answer_ends_at_a_stop_token_which_is_not_in_the_text() -> None:
-    output, deltas = _run(StopRule(max_new_tokens=30, ignore_eos=True, stop_token_ids=frozenset({ANSWER[7]})))
-    assert output.ids == ANSWER[:8]
-    assert output.finish == Finish("stop", ANSWER[7])
-    assert "".join(deltas) == output.text == decode(ANSWER[:7])
-
-
-def test_a_stop_string_is_never_shown_not_even_in_part() -> None:
-    stop = WORDS[ANSWER[6] - FIRST_WORD_TOKEN] + WORDS[ANSWER[7] - FIRST_WORD_TOKEN]
-    output, deltas = _run(StopRule(max_new_tokens=30, ignore_eos=True, stop=(stop,)))
-    assert output.ids == ANSWER[:8]
-    assert output.finish == Finish("stop", stop)
-    assert "".join(deltas) == output.text == decode(ANSWER[:6])
-
-
-def test_a_minimum_of_tokens_keeps_stops_away() -> None:
-    output, _ = _run(StopRule(max_new_tokens=30, ignore_eos=True, min_new_tokens=9, stop_token_ids=frozenset(ANSWER)))
-    assert len(output.ids) == 10
-
-
-def test_the_first_token_may_come_from_elsewhere() -> None:
-    output = Output(StopRule(max_new_tokens=3))
-    output.start(PROMPT, first_token=ANSWER[0])
-    while not output.step():
-        pass
-    assert output.ids == ANSWER[:3]
-
-
-def test_the_end_token_ends_unless_ignored() -> None:
-    output = Output(StopRule(max_new_tokens=3))
-    output.start(PROMPT, first_token=EOS_TOKEN)
-    assert output.step()
-    assert output.finish == Finish("stop", EOS_TOKEN)
-    ignoring = Output(StopRule(max_new_tokens=3, ignore_eos=True))
-    ignoring.start(PROMPT, first_token=EOS_TOKEN)
-    assert not ignoring.step()

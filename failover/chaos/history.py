@@ -1,0 +1,186 @@
+"""What happened in one run, as frozen data: what clients asked and read, which attempts were made, what was left. Pure.
+
+Times are seconds of one clock, whichever. `to_json` and `from_json` turn a history into plain JSON and back.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import StrEnum
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+VERSION = 1
+"""Of the JSON form; another version is refused."""
+
+
+class Ending(StrEnum):
+    """How what one client reads came to its end."""
+
+    WHOLE = "whole"
+    """The body ended as HTTP says that it does."""
+    CUT = "cut"
+    """The connection broke, or no answer began."""
+    LEFT = "left"
+    """The client hung up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One try of one engine request on a pair of servers.
+
+    The prefill draws the first token with its key, the decode all others with its own; both are empty for greedy.
+    `ended_s` is when both legs' exchanges were over, None if they never were.
+    """
+
+    rid: str
+    room: int
+    prefill: str
+    decode: str
+    began_s: float
+    ended_s: float | None
+    prefill_key: bytes = b""
+    decode_key: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What ends an answer: SGLang's sampling parameters of the same names."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    no_stop_trim: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One prompt, or one sample of it: an engine request of its own, with its attempts in order."""
+
+    prompt_ids: tuple[int, ...]
+    attempts: tuple[Attempt, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    cached_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Error:
+    """An error as a client reads it; `definite`: it says that no engine has done any work."""
+
+    message: str
+    kind: str = ""
+    code: str = ""
+    definite: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One event of a stream, or a whole body (one for each of its choices); `junk` is what cannot be read as either."""
+
+    at_s: float
+    index: int = 0
+    text: str = ""
+    ids: tuple[int, ...] = ()
+    finish: str = ""
+    matched: int | str | None = None
+    usage: Usage | None = None
+    error: Error | None = None
+    done: bool = False
+    junk: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One client: what it asked, and all it read. `status` is None while no answer has begun.
+
+    `ids_shown`: it reads token ids too. `wants_usage`: its answer tells usage, once. `samples` follow one another in
+    `choices` for each prompt. `gateway` names the replica that it asked.
+    """
+
+    name: str
+    asked_s: float
+    choices: tuple[Choice, ...]
+    limits: Limits
+    events: tuple[Event, ...]
+    status: int | None
+    ending: Ending
+    stream: bool = True
+    ids_shown: bool = False
+    wants_usage: bool = False
+    samples: int = 1
+    gateway: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """Whose KV an engine holds at the end, in tokens."""
+
+    engine: str
+    by_room: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """A replica of the gateway was killed, so that what its clients had asked may have no end."""
+
+    gateway: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """One run. `left_over` counts what should be gone at its end (bookings, tasks, sockets), by name."""
+
+    requests: tuple[Request, ...]
+    ledgers: tuple[Ledger, ...] = ()
+    deaths: tuple[Death, ...] = ()
+    left_over: Mapping[str, int] = field(default_factory=dict)
+
+
+def to_json(history: History) -> dict[str, Any]:
+    """The history as plain JSON; bytes are hexadecimal."""
+    return {"version": VERSION, **_plain(history)}
+
+
+def from_json(value: Mapping[str, Any]) -> History:
+    """The inverse of `to_json`; ValueError for another version or form."""
+    if value.get("version") != VERSION:
+        raise ValueError(f"a history of version {value.get('version')}, not {VERSION}")
+    try:
+        history: History = _typed(History, {name: each for name, each in value.items() if name != "version"})
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"not a history: {error}") from error
+    return history
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def _typed(kind: Any, value: Any) -> Any:
+    if is_dataclass(kind):
+        hints = get_type_hints(kind)
+        return kind(**{name: _typed(hints[name], each) for name, each in value.items()})  # type: ignore[operator]
+    if get_origin(kind) in (Union, types.UnionType):
+        whole = [each for each in get_args(kind) if is_dataclass(each)]
+        return _typed(whole[0], value) if whole and value is not None else value
+    if get_origin(kind) is tuple:
+        return tuple(_typed(get_args(kind)[0], each) for each in value)
+    if kind is bytes:
+        return bytes.fromhex(value)
+    return Ending(value) if kind is Ending else value

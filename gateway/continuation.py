@@ -1,0 +1,60 @@
+"""After a stream broke that its client has the beginning of: how it goes on, and what the next attempt asks for.
+
+What may be done was planned when it began (`gateway/course.py`). Here it is done, or refused with one clear error.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from engines.client_stream import Inexact
+from failover import retry
+from failover.recovery import Mode
+from gateway.attempt import AttemptFailed
+from gateway.context import Gateway
+from gateway.course import Course
+from gateway.decider import Decision
+from gateway.errors import GatewayError
+from gateway.story import Story
+from gateway.verdict import final_error
+
+_DONE = {Mode.RESUME: "resumes", Mode.REPLAY: "replays", Mode.RESUME_TEXT: "resumes by text"}
+
+
+class Ahead(Enum):
+    """What a broken stream still needs."""
+
+    ATTEMPT = "attempt"
+    NOTHING = "nothing"
+    """Its client has its last words already: only its end was missing, and is written."""
+
+
+async def go_on(gw: Gateway, story: Story, course: Course, decision: Decision, failed: AttemptFailed) -> Ahead:
+    """Prepare the next attempt of a broken stream. Raises GatewayError where it cannot go on."""
+    if course.finished:
+        await course.close(decision.rid)
+        gw.metrics.continued("close", "whole")
+        return Ahead.NOTHING
+    mode = course.plan.mode
+    try:
+        match mode:
+            case Mode.RESUME:
+                await course.resume()
+            case Mode.REPLAY:
+                course.replay()
+            case Mode.RESUME_TEXT:
+                course.resume_text()
+            case _:
+                raise Inexact(course.plan.reason)
+    except Inexact as why:
+        gw.metrics.continued(mode.value, "refused")
+        raise broken_off(gw, course, failed, str(why)) from why
+    gw.metrics.continued(mode.value, "begun")
+    await story.reply.comment(f"pdgate {_DONE[mode]}: the {failed.outcome.leg} server failed ({failed.outcome.kind})")
+    return Ahead.ATTEMPT
+
+
+def broken_off(gw: Gateway, course: Course, failed: AttemptFailed, why: str) -> GatewayError:
+    """The error that ends a stream which cannot go on: what failed, why that is the end, that asking again is safe."""
+    error = final_error(gw, course.unit, failed, retry.last_word(retry.classify(failed.outcome)))
+    return error.saying(f"{error.message}; the answer cannot be continued: {why}; asking again is safe")

@@ -1,0 +1,106 @@
+"""By which route an engine is asked for a client's request, and what is done should its stream break.
+
+Decided once for each engine request, before it is dispatched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+
+from engines.client_stream import ClientStream
+from engines.completion_stream import CompletionStream
+from engines.exact_chat import ExactChatStream
+from engines.exact_chat_rules import sampling_defaults, why_not
+from engines.generate_stream import GenerateStream
+from engines.plain_stream import PlainStream
+from engines.types import EngineFacts, Role
+from failover import features, recovery
+from failover.recovery import Determinism, Mode, Plan, Traits
+from gateway.context import Gateway
+from gateway.errors import bad_request
+from gateway.openai_api import Api, Unit
+from gateway.prompt import Prompt
+from gateway.story import Story
+from routing.prefix import BlockKind
+
+
+def wanted_modes(gw: Gateway, headers: Mapping[str, str]) -> tuple[Mode, ...]:
+    """The ways on that this client wants, of those the operator allows. Raises GatewayError."""
+    allowed = gw.config.failover.on_failure
+    if (wanted := headers.get(recovery.WANTED_HEADER)) is None:
+        return allowed
+    try:
+        return recovery.parse_wanted(wanted, allowed)
+    except ValueError as error:
+        raise bad_request(str(error), param=recovery.WANTED_HEADER) from None
+
+
+def plan(gw: Gateway, story: Story, unit: Unit, prompt: Prompt) -> tuple[str, Plan]:
+    """Why a chat is asked for as its client did ("" where it is asked for with ids), and what a break would lead to."""
+    request = story.request
+    path = request.api.value
+    why_plain = ""
+    if request.stream and request.api is Api.CHAT:
+        why_plain = _why_plain(gw, story, unit, prompt)
+        gw.metrics.chat_route(exact=not why_plain)
+    traits = Traits(
+        path,
+        request.stream,
+        features.sampling(path, unit.body),
+        _determinism(gw, story.model),
+        features.features(path, unit.body),
+        why_plain,
+    )
+    return why_plain, recovery.choose(traits, story.on_failure)
+
+
+def open_stream(gw: Gateway, story: Story, unit: Unit, prompt: Prompt, why_plain: str, mode: Mode) -> ClientStream:
+    """The client's stream, of the kind that its way on needs."""
+    api = story.request.api
+    if mode is not Mode.RESUME:
+        return PlainStream(api.value, unit.body, why_plain or "it was not to be resumed", keep=mode is not Mode.ERROR)
+    if api is Api.COMPLETIONS:
+        return CompletionStream(unit.body)
+    if api is Api.GENERATE:
+        return GenerateStream(unit.body, incremental=streams_increments(gw, story.model))
+    assert prompt.ids is not None  # `_why_plain` has seen to it
+    facts = _facts(gw, story.model, Role.DECODE)[0]
+    generation_config = gw.tokenizer.generation_config if gw.tokenizer is not None else None
+    return ExactChatStream(unit.body, prompt.ids, sampling_defaults(facts, generation_config))
+
+
+def streams_increments(gw: Gateway, model: str) -> bool:
+    """Whether events of this model's `/generate` streams hold what is new only."""
+    return any(facts.incremental_streaming for facts in _facts(gw, model, Role.DECODE))
+
+
+def _why_plain(gw: Gateway, story: Story, unit: Unit, prompt: Prompt) -> str:
+    """Why this chat goes the plain way: by flag or header, for want of its ids, or as it would be another request."""
+    if not gw.config.failover.exact_chat:
+        return "--no-exact-chat is given"
+    if Mode.RESUME not in story.on_failure:
+        return "it is not to be resumed"
+    if prompt.kind is not BlockKind.IDS or prompt.ids is None or gw.tokenizer is None:
+        return f"its token ids are not known: {prompt.why_text}"
+    decodes = _facts(gw, story.model, Role.DECODE)
+    if len({each.sampling_defaults for each in decodes}) > 1:
+        return "engines of its model have unlike sampling defaults"
+    found = (why_not(unit.body, each, gw.tokenizer.generation_config) for each in decodes or (None,))
+    return next(filter(None, found), "")
+
+
+def _determinism(gw: Gateway, model: str) -> Determinism:
+    known = [*_facts(gw, model, Role.DECODE), *_facts(gw, model, Role.PREFILL)]
+    if known and all(each.deterministic for each in known):
+        return Determinism.ENGINE
+    return Determinism.DECLARED if gw.config.failover.deterministic else Determinism.NONE
+
+
+def _facts(gw: Gateway, model: str, role: Role) -> list[EngineFacts]:
+    """What the servers of one model say of themselves, one of each kind: a fleet has few."""
+    kinds: dict[tuple[Hashable, ...], EngineFacts] = {}
+    for view in gw.fleet.snapshot().with_role(role):
+        if (facts := view.facts) is not None and facts.model == model:
+            kind = (facts.chat, facts.sampling_defaults, facts.cache_report, facts.context_tokens)
+            kinds[*kind, facts.deterministic, facts.incremental_streaming] = facts
+    return [*kinds.values()]

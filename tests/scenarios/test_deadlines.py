@@ -1,0 +1,145 @@
+"""Servers that freeze while their connections stay open: found in seconds at each stage, never for a short pause."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from engines.emulator.process import EmulatedServer
+from engines.types import Leg
+from tests.scenarios.client import Answer
+from tests.scenarios.cluster import Cluster
+from tests.scenarios.phases import Asked, pair_of
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.alone]
+
+FLOOR_S = 0.8
+"""Of both limits; far above a pause that the machine itself makes."""
+FOUND_S = FLOOR_S + 1.0
+PROBE_S = 2.0
+"""A probe that a server answered by half before it froze is a sign of life until it is given up."""
+WHOLE_FOUND_S = 4 * FLOOR_S + PROBE_S
+ANSWER_S = 3.0
+SPEED = 0.2
+"""Slow enough for a stream of 200 tokens to last 2 s."""
+TOKENS = 200
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def shared_slow() -> AsyncIterator[Cluster]:
+    floors = ("--stall-floor-secs", str(FLOOR_S), "--first-token-floor-secs", str(FLOOR_S))
+    async with Cluster(2, 2, speed=SPEED, gateway=floors, engine=("--chunked-prefill-size", "2048")) as started:
+        yield started
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def slow(shared_slow: Cluster) -> AsyncIterator[Cluster]:
+    """A gateway that knows its servers, and waits for them little longer than they need."""
+    for _ in range(8):
+        warm = [Asked(shared_slow, stream=False, tokens=12) for _ in range(3)]
+        for asked in warm:
+            (await asked.finish()).check_whole(asked.truth)
+    yield shared_slow
+    await shared_slow.heal()
+
+
+async def streaming(cluster: Cluster, count: int) -> list[Asked]:
+    """So many streams, each with some tokens at its client."""
+    asked = [Asked(cluster, stream=True, tokens=TOKENS) for _ in range(count)]
+    for each in asked:
+        await each.streaming()
+    await asyncio.sleep(0.2)  # a stream shows its pace by some tokens more
+    return asked
+
+
+def decode_of(cluster: Cluster, answer: Answer) -> EmulatedServer:
+    return cluster.server(answer.headers["x-pdgate-decode"])
+
+
+async def passed(cluster: Cluster, stage: str) -> float:
+    """How often a deadline of this stage has passed."""
+    found = [
+        value
+        for sample, value in await cluster.metrics()
+        if sample.name == "pdgate_deadlines_passed_total" and sample.labels["stage"] == stage
+    ]
+    return sum(found)
+
+
+def now_s() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def test_a_frozen_decode_is_found_by_all_of_its_streams_and_the_others_go_on(slow: Cluster) -> None:
+    before = await passed(slow, "stall")
+    asked = await streaming(slow, 6)
+    frozen = decode_of(slow, asked[0].answer)
+    on_it = [each for each in asked if decode_of(slow, each.answer) is frozen]
+    assert len(on_it) < len(asked)
+    begun_s = now_s()
+    frozen.send_signal(signal.SIGSTOP)
+    for each in on_it:
+        answer = await each.finish()
+        if answer.errors:
+            answer.check_broken(each.truth)
+            assert answer.errors[0]["code"] == "stall_timeout"
+            assert frozen.url in answer.errors[0]["message"]
+        else:
+            answer.check_whole(each.truth)
+    assert now_s() - begun_s < FOUND_S
+    for each in asked:
+        if each not in on_it:
+            (await each.finish()).check_whole(each.truth, attempts=1)
+    assert await passed(slow, "stall") - before == len(on_it)
+
+
+@pytest.mark.parametrize("leg", tuple(Leg), ids=str)
+async def test_a_server_that_pauses_for_less_costs_nothing(slow: Cluster, leg: Leg) -> None:
+    asked = await streaming(slow, 4)
+    before = await passed(slow, "stall")
+    server = (await pair_of(slow))[leg]
+    server.send_signal(signal.SIGSTOP)
+    await asyncio.sleep(FLOOR_S / 2)
+    late = Asked(slow, stream=True)
+    server.send_signal(signal.SIGCONT)
+    for each in (*asked, late):
+        (await each.finish()).check_whole(each.truth, attempts=1)
+    assert await passed(slow, "stall") == before
+
+
+@pytest.mark.parametrize("leg", tuple(Leg), ids=str)
+async def test_a_pair_that_is_dead_but_connected_is_found_before_its_first_token(slow: Cluster, leg: Leg) -> None:
+    frozen = (slow.prefills if leg is Leg.PREFILL else slow.decodes)[0]
+    frozen.send_signal(signal.SIGSTOP)
+    begun_s = now_s()
+    asked = [Asked(slow, stream=number % 2 == 0) for number in range(6)]
+    attempts = []
+    for each in asked:
+        answer = await each.finish()
+        answer.check_whole(each.truth)
+        attempts.append((await slow.explain(answer.request_id))["attempts"])
+    assert now_s() - begun_s < FOUND_S + PROBE_S
+    failed = [each[0] for each in attempts if len(each) == 2]
+    assert failed, "nobody met it"
+    for attempt in failed:
+        assert attempt[leg.value] == frozen.url
+        assert attempt["outcomes"][-1]["leg"] == leg.value, "the other one waits for it, and is not to blame"
+
+
+async def test_a_whole_answer_is_not_waited_for_where_its_decode_is_frozen(slow: Cluster) -> None:
+    asked = [Asked(slow, stream=False, tokens=TOKENS) for _ in range(4)]
+    await asyncio.sleep(0.8)
+    frozen = (await pair_of(slow))[Leg.DECODE]
+    begun_s = now_s()
+    frozen.send_signal(signal.SIGSTOP)
+    attempts = []
+    for each in asked:
+        answer = await each.finish()
+        answer.check_whole(each.truth)
+        attempts.append(answer.attempts)
+    assert 2 in attempts
+    assert now_s() - begun_s < WHOLE_FOUND_S + ANSWER_S

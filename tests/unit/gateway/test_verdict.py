@@ -1,0 +1,120 @@
+"""What a client is told when a deadline passed: each stage its own code and words, and whether to ask again."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engines.types import EngineId, FailureKind, Leg, Outcome, Stage
+from failover import retry
+from failover.deadlines import Deadline, silence_text
+from failover.retry import Fault, Verdict
+from gateway.attempt import AttemptFailed
+from gateway.errors import GatewayError
+from gateway.verdict import Tries, final_error, judge
+from tests.fakes import now_s, timeless
+
+P, D = EngineId("http://p0"), EngineId("http://d0")
+
+
+class Counts:
+    """The metrics that are asked for here."""
+
+    def __init__(self) -> None:
+        self.deadlines: list[Deadline] = []
+
+    def deadline_passed(self, deadline: Deadline) -> None:
+        self.deadlines.append(deadline)
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: None
+
+
+def gateway() -> Any:
+    retries = SimpleNamespace(may_retry=lambda _: True, delay_s=lambda delay_s: delay_s, retry_after_s=1.0)
+    config = SimpleNamespace(retry=SimpleNamespace(max_attempts=3))
+    return SimpleNamespace(metrics=Counts(), retries=retries, config=config)
+
+
+def silent(deadline: Deadline | None, stage: Stage, leg: Leg = Leg.DECODE) -> AttemptFailed:
+    text = silence_text(deadline, leg, D, 4.0) if deadline is not None else "connection lost"
+    outcome = Outcome(D, leg, FailureKind.TIMEOUT, stage, text)
+    return AttemptFailed(outcome, (outcome,), deadline)
+
+
+def told(deadline: Deadline | None, stage: Stage, verdict: Verdict = Verdict.GIVE_UP) -> GatewayError:
+    return final_error(gateway(), None, silent(deadline, stage), retry.Decision(verdict, Fault.ENGINE))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("deadline", "stage", "code", "retries", "words"),
+    [
+        (Deadline.FIRST_TOKEN, Stage.DISPATCHED, "first_token_timeout", True, "nothing of the answer was sent"),
+        (Deadline.FIRST_TOKEN, Stage.HANDED_OVER, "first_token_timeout", True, "no first token in time"),
+        (Deadline.STALL, Stage.HANDED_OVER, "stall_timeout", True, "nothing of the answer was sent"),
+        (Deadline.STALL, Stage.STREAMING, "stall_timeout", True, "begins the answer anew"),
+        (Deadline.TOTAL, Stage.STREAMING, "deadline_exceeded", False, "may take as long and begins the answer anew"),
+        (Deadline.TOTAL, Stage.DISPATCHED, "deadline_exceeded", False, "may take as long"),
+    ],
+)
+def test_each_deadline_has_its_own_error(
+    deadline: Deadline, stage: Stage, code: str, retries: bool, words: str
+) -> None:
+    for verdict in (Verdict.GIVE_UP, Verdict.OUT_OF_TIME):
+        error = told(deadline, stage, verdict)
+        assert (error.status, error.code, error.stage, error.safe_to_retry) == (504, code, stage, retries)
+        assert (error.retry_after_s is not None) == retries
+        assert words in error.message
+        assert "asking again is safe" in error.message
+        assert "decode server http://d0" in error.message
+        assert "4.0 s" in error.message
+
+
+def test_other_failures_keep_their_errors() -> None:
+    assert told(None, Stage.STREAMING).code == "engine_failed"
+    assert told(None, Stage.STREAMING, Verdict.OUT_OF_TIME).code == "deadline_exceeded"
+
+
+@timeless
+async def test_over_budget_it_ends_with_when_to_ask_again() -> None:
+    gw = gateway()
+    asked: list[EngineId] = []
+    gw.retries = SimpleNamespace(may_retry=lambda decode: bool(asked.append(decode)), retry_after_s=7.5)
+    decision: Any = SimpleNamespace(pair=(P, D), decode=SimpleNamespace(engine_id=D))
+    for committed in (False, True):
+        failed, tries = silent(Deadline.STALL, Stage.STREAMING), Tries()
+        verdict = await judge(
+            gw, tries, decision, failed, committed=committed, progressed=committed, deadline_s=now_s() + 9.0
+        )
+        assert (verdict.verdict, tries.continuations) == (Verdict.OVER_BUDGET, 0)
+        error = final_error(gw, None, failed, verdict)  # type: ignore[arg-type]
+        assert (error.status, error.code, error.retry_after_s) == (503, "retry_budget_exhausted", 7.5)
+        assert error.safe_to_retry
+    assert asked == [D, D]
+    late = await judge(gw, Tries(), decision, failed, committed=False, progressed=False, deadline_s=now_s())
+    assert late.verdict is Verdict.OUT_OF_TIME
+    assert len(asked) == 2, "what cannot be tried again anyway costs nothing of the budget"
+
+
+@timeless
+async def test_a_deadline_is_counted_by_its_stage_and_only_that() -> None:
+    gw = gateway()
+    decision: Any = SimpleNamespace(pair=(P, D), decode=SimpleNamespace(engine_id=D))
+    for failed in (silent(Deadline.STALL, Stage.HANDED_OVER), silent(None, Stage.HANDED_OVER)):
+        verdict = await judge(
+            gw, Tries(), decision, failed, committed=False, progressed=False, deadline_s=now_s() + 9.0
+        )
+        assert (verdict.verdict, verdict.excluded_engine) == (Verdict.RETRY, D)
+    assert gw.metrics.deadlines == [Deadline.STALL]
+    verdict = await judge(
+        gw,
+        Tries(),
+        decision,
+        silent(Deadline.TOTAL, Stage.HANDED_OVER),
+        committed=False,
+        progressed=False,
+        deadline_s=now_s(),
+    )
+    assert verdict.verdict is Verdict.OUT_OF_TIME
