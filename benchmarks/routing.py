@@ -12,17 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from random import Random
 
-from engines.types import (
-    H100_70B,
-    CacheFormat,
-    EngineFacts,
-    EngineId,
-    EngineSpec,
-    EngineView,
-    Health,
-    LinkTiming,
-    Role,
-)
+from engines.timing import H100_70B, LinkTiming
+from engines.types import CacheFormat, EngineFacts, EngineId, EngineSpec, EngineView, Health, Role
 from routing.cost import DEFAULT_COST
 from routing.index import PrefixIndex
 from routing.pairing import best_pair, fastest_links

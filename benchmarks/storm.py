@@ -28,7 +28,8 @@ import uvloop
 from benchmarks.emulator import cpu_s, request_bytes
 from engines.emulator.process import EmulatedServer, free_ports
 from engines.server_process import die_with_parent
-from engines.types import PROFILES, Role, decode_step_s
+from engines.timing import PROFILES, decode_step_s
+from engines.types import Role
 
 ROOT = Path(__file__).parents[1]
 PREFILLS, DECODES = 2, 4

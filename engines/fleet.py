@@ -18,13 +18,13 @@ class Fleet:
         self._views = {
             spec.engine_id: EngineView(spec, Health.UNKNOWN, epoch=0, reason="not probed yet") for spec in specs
         }
-        self._version = 0
+        self._version = self._shape = 0
         self._snapshot: FleetSnapshot | None = None
 
     def snapshot(self) -> FleetSnapshot:
         """The fleet as it is now; the same object until something changes."""
         if self._snapshot is None:
-            self._snapshot = FleetSnapshot(self._version, tuple(self._views.values()))
+            self._snapshot = FleetSnapshot(self._version, tuple(self._views.values()), self._shape)
         return self._snapshot
 
     def view(self, engine_id: EngineId) -> EngineView:
@@ -61,7 +61,9 @@ class Fleet:
     def set_load(self, engine_id: EngineId, load: EngineLoad | None) -> None:
         view = self._views[engine_id]
         if view.load != load:
-            self._change(replace(view, load=load))
+            self._views[engine_id] = replace(view, load=load)
+            self._version += 1
+            self._snapshot = None
 
     def models(self) -> tuple[str, ...]:
         """The models that at least one prefill and one decode serve, in order of appearance."""
@@ -74,4 +76,5 @@ class Fleet:
     def _change(self, view: EngineView) -> None:
         self._views[view.engine_id] = view
         self._version += 1
+        self._shape += 1
         self._snapshot = None

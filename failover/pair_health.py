@@ -147,11 +147,10 @@ def against_the_pair(outcomes: Iterable[Outcome]) -> Against | None:
 class PairRecord:
     """What is known of a pair that is not OK. Times are of the loop's clock.
 
-    `since_s`: when the trouble began, and what began before that proves nothing. `failures`, `voids`: tries in a row
-    since it is closed that failed, or said nothing. `due_s`: when it is tried next. `trial`: who tries it now: "canary",
-    or the rid of a request. `settles`: it opens by its prefill's readiness alone. `garbles`: its canary's text differed,
-    so that only text that agrees clears it. `silence`: silence alone speaks against it. `half_open`: a request may try
-    it.
+    `since_s`: when the trouble began; what began before that proves nothing. `failures`, `voids`: tries in a row, since
+    it is closed, that failed or said nothing. `due_s`: when it is tried next. `trial`: who tries it now: "canary", or
+    the rid of a request. `settles`: it opens by its prefill's readiness alone. `garbles`: its canary's text differed,
+    so only text that agrees clears it. `silence`: silence alone speaks against it. `half_open`: a request may try it.
     """
 
     state: PairState

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from engines.types import EngineId, PrefillTiming, PrefillWork
+from engines.timing import PrefillTiming, PrefillWork
+from engines.types import EngineId
 from failover.wedge import Owed
 from routing.bookings_log import NOTHING, Totals
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -20,7 +21,8 @@ from engines.fleet import Fleet
 from engines.pair import LegAnswer, LegFailed, PairRun
 from engines.sglang_wire import RoomMaker, new_rid
 from engines.tasks import spawn
-from engines.types import EngineSpec, EngineView, Leg, Outcome, PrefillWork, Role, prefill_s
+from engines.timing import PrefillWork, prefill_s
+from engines.types import EngineSpec, EngineView, Leg, Outcome, Role
 from engines.upstream import Upstream
 from failover import canary
 from failover.canary import Answer, Rounds, Texts
@@ -184,7 +186,7 @@ class Canaries:
         booking = self._booking(attempt, texts.word, began_s)
         deadline_s = began_s + CANARY_S + self._queue_s(attempt.prefill, began_s)
         self._decider.bookings.book(booking)
-        run = PairRun(attempt, self._way.strategy, self._way.upstream, self._leg_failed)
+        run = PairRun(attempt, self._way.strategy, self._way.upstream, partial(self._leg_failed, pair))
         whole = kept = False
         try:
             run.start()
@@ -239,10 +241,10 @@ class Canaries:
             del self._waiting[pair]
             self._wake.set()
 
-    def _leg_failed(self, outcome: Outcome) -> None:
+    def _leg_failed(self, pair: Pair, outcome: Outcome) -> None:
         """What speaks against a server is the monitor's to know; what speaks against the pair is not."""
         if against_the_pair([outcome]) is None:
-            self._monitor.leg_failed(outcome)
+            self._monitor.leg_failed(outcome, pair)
 
     def _attempt(self, pair: Pair, word: str) -> Attempt:
         prefill, decode = (self._fleet.view(engine_id) for engine_id in pair)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from engines.types import EngineView, PrefillTiming, prefill_s
+from engines.timing import PrefillTiming, prefill_s
+from engines.types import EngineView
 from gateway.bookings import Bookings, DecodePromise, PrefillPromise
 from gateway.errors import GatewayError, bad_request, no_pair
 from gateway.learned import Learned

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
-from engines.types import H100_70B, PROFILES, EngineId, EngineProfile, EngineSpec, Role
+from engines.timing import H100_70B, PROFILES, EngineProfile
+from engines.types import EngineId, EngineSpec, Role
 from gateway import failover_flags, limit_flags, redis_flags
 from gateway.failover_flags import DEFAULT_FAILOVER, FailoverConfig
 from gateway.flag_kinds import add, seconds, seconds_or_0, whole

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Protocol
 
-from engines.types import EngineId, EngineView, FleetSnapshot, Health, PrefillWork, Role, prefill_s
+from engines.timing import PrefillWork, prefill_s
+from engines.types import EngineId, EngineView, FleetSnapshot, Health, Role
 from failover.deadlines import RULES, Deadline, queue_text
 from gateway.bookings import Booking, Bookings
 from gateway.candidates import decode_state, no_pair_error, prefill_state

@@ -1,13 +1,17 @@
 """What this gateway has learned of its servers and its traffic: timings, bytes per token, output lengths.
 
-Holds the states that `routing/estimator.py` computes; starts from the configured profile.
+Holds the states that `routing/estimator.py` computes; starts from the configured profile. A server that is not known
+yet is taken for one like the others of its role: by the profile alone it would look slower than servers that are faster
+than it says, get no requests, and never become known.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 
-from engines.types import DecodeTiming, EngineId, EngineProfile, PrefillTiming, decode_step_s, prefill_s
+from engines.timing import DecodeTiming, EngineProfile, PrefillTiming, decode_step_s, prefill_s
+from engines.types import EngineId
 from failover import hold
 from routing import estimator
 from routing.estimator import Quantile, Ratio
@@ -29,13 +33,10 @@ class Learned:
 
     def prefill_timing(self, engine_id: EngineId, chunk_tokens: int) -> PrefillTiming:
         """The timing of a prefill as observed; `chunk_tokens` is what the server itself says."""
-        state = self._prefill.get(engine_id)
-        prior = self._prior_prefill(chunk_tokens)
-        return prior if state is None else estimator.corrected_prefill(prior, state)
+        return estimator.corrected_prefill(self._prior_prefill(chunk_tokens), _known(self._prefill, engine_id))
 
     def decode_timing(self, engine_id: EngineId) -> DecodeTiming:
-        state = self._decode.get(engine_id)
-        return self.profile.decode if state is None else estimator.corrected_decode(self.profile.decode, state)
+        return estimator.corrected_decode(self.profile.decode, _known(self._decode, engine_id))
 
     def prefill_error(self, engine_id: EngineId) -> float | None:
         """Mean relative error of its predicted prefills; None before there was enough to predict by."""
@@ -110,9 +111,21 @@ class Learned:
         return PrefillTiming(prior.base_s, prior.per_token_s, prior.per_token2_s, chunk_tokens)
 
 
+def _known(states: Mapping[EngineId, Ratio], engine_id: EngineId) -> Ratio:
+    """What is known of a server, or of the median of those that something is known of."""
+    state = states.get(engine_id)
+    if state is not None and _is_known(state):
+        return state
+    known = sorted(estimator.ratio_of(each) for each in states.values() if _is_known(each))
+    return Ratio(prior=known[len(known) // 2]) if known else Ratio()
+
+
+def _is_known(state: Ratio) -> bool:
+    return state.observations >= estimator.DEFAULT_RATIO.min_observations
+
+
 def _known_error(state: Ratio | None) -> float | None:
-    enough = state is not None and state.observations >= estimator.DEFAULT_RATIO.min_observations
-    return state.error_ratio if state is not None and enough else None
+    return state.error_ratio if state is not None and _is_known(state) else None
 
 
 def _bound(states: OrderedDict[str, Ratio] | OrderedDict[str, Quantile]) -> None:

@@ -52,7 +52,7 @@ class Pairs:
 
     def __init__(self, clock: Callable[[], float] = _loop_s, rng: Random | None = None) -> None:
         self._clock = clock
-        self._version = -1
+        self._shape = -1
         self._apart: tuple[Apart, ...] = ()
         self._pairs: Mapping[Pair, Match] = {}
         self._forbidden: frozenset[Pair] = frozenset()
@@ -78,7 +78,7 @@ class Pairs:
         self._look_at(fleet)
         if not self.health.records:
             return self._forbidden
-        versions = (fleet.version, self.health.version)
+        versions = (fleet.shape, self.health.version)
         if self._closed[0] != versions:
             closed = self._forbidden | self.health.closed()
             self._closed = (versions, closed - self._opened(fleet, closed))
@@ -201,9 +201,9 @@ class Pairs:
         self._tell()
 
     def _look_at(self, fleet: FleetSnapshot) -> None:
-        if fleet.version == self._version:
+        if fleet.shape == self._shape:
             return
-        self._version = fleet.version
+        self._shape = fleet.shape
         self._note_restarts(fleet)
         found = tuple(apart(fleet.with_role(Role.PREFILL), fleet.with_role(Role.DECODE)))
         if found == self._apart:

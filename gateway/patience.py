@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Protocol
 
-from engines.types import DecodeTiming, EngineId, Leg, decode_step_s
+from engines.timing import DecodeTiming, decode_step_s
+from engines.types import EngineId, Leg
 from failover import deadlines
 from failover.deadlines import Bounds
 from gateway.bookings import Booking

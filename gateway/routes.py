@@ -6,6 +6,8 @@ Decided once for each engine request, before it is dispatched.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from functools import partial
+from typing import Any
 
 from engines.client_stream import ClientStream
 from engines.completion_stream import CompletionStream
@@ -64,9 +66,10 @@ def open_stream(gw: Gateway, story: Story, unit: Unit, prompt: Prompt, why_plain
     if api is Api.GENERATE:
         return GenerateStream(unit.body, incremental=streams_increments(gw, story.model))
     assert prompt.ids is not None  # `_why_plain` has seen to it
-    facts = _facts(gw, story.model, Role.DECODE)[0]
-    generation_config = gw.tokenizer.generation_config if gw.tokenizer is not None else None
-    return ExactChatStream(unit.body, prompt.ids, sampling_defaults(facts, generation_config))
+    assert gw.tokenizer is not None
+    sampling = _sampling_defaults(gw, story.model)
+    text_of = partial(gw.tokenizer.text_of, skip_special_tokens=False)
+    return ExactChatStream(unit.body, prompt.ids, sampling, lambda token: text_of([token]))
 
 
 def streams_increments(gw: Gateway, model: str) -> bool:
@@ -85,8 +88,23 @@ def _why_plain(gw: Gateway, story: Story, unit: Unit, prompt: Prompt) -> str:
     decodes = _facts(gw, story.model, Role.DECODE)
     if len({each.sampling_defaults for each in decodes}) > 1:
         return "engines of its model have unlike sampling defaults"
-    found = (why_not(unit.body, each, gw.tokenizer.generation_config) for each in decodes or (None,))
-    return next(filter(None, found), "")
+    config = gw.tokenizer.generation_config
+    found = (why_not(unit.body, each, config, token_texts=True) for each in decodes or (None,))
+    return next(filter(None, found), "") or _why_not_resumed(unit, _sampling_defaults(gw, story.model))
+
+
+def _sampling_defaults(gw: Gateway, model: str) -> Mapping[str, Any]:
+    """What engines apply where a chat names no sampling parameters."""
+    config = gw.tokenizer.generation_config if gw.tokenizer is not None else None
+    return sampling_defaults(_facts(gw, model, Role.DECODE)[0], config)
+
+
+def _why_not_resumed(unit: Unit, sampling: Mapping[str, Any]) -> str:
+    """A penalty that the model's own configuration adds cannot be seen in the client's body."""
+    default = sampling["repetition_penalty"]
+    if unit.body.get("repetition_penalty") is not None or default == 1:
+        return ""
+    return f"the model's own repetition_penalty of {default:g} would begin anew"
 
 
 def _determinism(gw: Gateway, model: str) -> Determinism:

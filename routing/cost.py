@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from engines.types import LinkTiming, PrefillTiming, PrefillWork, decode_step_s, prefill_s
+from engines.timing import LinkTiming, PrefillTiming, PrefillWork, decode_step_s, prefill_s
 from routing.types import CostTerms, DecodeState, PrefillState, RequestView, RoutingSnapshot
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from engines.types import DecodeTiming, LinkTiming, PrefillTiming
+from engines.timing import DecodeTiming, LinkTiming, PrefillTiming
 
 
 @dataclass(frozen=True, slots=True)

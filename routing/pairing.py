@@ -16,7 +16,8 @@ from operator import itemgetter
 from random import Random
 from typing import NamedTuple, Protocol
 
-from engines.types import EngineId, LinkTiming
+from engines.timing import LinkTiming
+from engines.types import EngineId
 from routing.cost import (
     CostConfig,
     DecodeSide,

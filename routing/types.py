@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from engines.types import DecodeTiming, EngineId, EngineView, LinkTiming, PrefillTiming
+from engines.timing import DecodeTiming, LinkTiming, PrefillTiming
+from engines.types import EngineId, EngineView
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from engines.base import Attempt
 from engines.errors import UpstreamError
 from engines.fleet import Fleet
 from engines.sglang_wire import RID_CHARS
+from engines.timing import TINY
 from engines.types import (
-    TINY,
     CacheFormat,
     EngineFacts,
     EngineId,

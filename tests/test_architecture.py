@@ -18,12 +18,13 @@ from gateway.config import Config
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("gateway", "engines", "routing", "failover")
-LEAVES = ("engines.types", "engines.kv_types", "engines.token_rule")
+LEAVES = ("engines.types", "engines.kv_types", "engines.timing", "engines.token_rule")
 
 
 PURE_FILES = (
     "engines/types.py",
     "engines/kv_types.py",
+    "engines/timing.py",
     "engines/token_rule.py",
     "engines/sglang_versions.py",
     "engines/sglang_wire.py",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from engines.emulator.core import Counters, HoldCheck, Job, JobStage
 from engines.emulator.kv_pool import KvPool
-from engines.types import DecodeTiming, PrefillTiming, PrefillWork, decode_step_s, prefill_forward_s
+from engines.timing import DecodeTiming, PrefillTiming, PrefillWork, decode_step_s, prefill_forward_s
 
 CATCH_UP_S = 0.005
 """A step that begins so much late still ends on the beat: timers of event loops tick in milliseconds."""

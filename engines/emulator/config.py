@@ -6,7 +6,8 @@ import argparse
 from dataclasses import dataclass
 
 from engines.emulator.kv_publisher import parse_config
-from engines.types import PROFILES, EngineProfile, Role
+from engines.timing import PROFILES, EngineProfile
+from engines.types import Role
 
 
 @dataclass(frozen=True, slots=True)

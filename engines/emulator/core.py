@@ -14,7 +14,7 @@ from typing import Protocol
 
 from engines.emulator.kv_pool import KvPool
 from engines.emulator.radix import SHARED, CacheNamespace, RadixNode
-from engines.types import EngineProfile
+from engines.timing import EngineProfile
 
 ABORTED = "Aborted"
 ABORTED_WAITING = "Abort in waiting queue"

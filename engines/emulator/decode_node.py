@@ -31,7 +31,7 @@ from engines.emulator.core import (
     never_hold,
 )
 from engines.emulator.kv_pool import KvPool
-from engines.types import EngineProfile
+from engines.timing import EngineProfile
 
 RESERVED_DECODE_TOKENS = 512
 """SGLang's `--num-reserved-decode-tokens`: what admission keeps free for each request's answer."""

@@ -23,8 +23,8 @@ from engines.emulator.core import (
 )
 from engines.emulator.kv_pool import KvPool
 from engines.emulator.output import Output
+from engines.timing import EngineProfile
 from engines.token_rule import pack
-from engines.types import EngineProfile
 
 
 class PlainNode(Node):

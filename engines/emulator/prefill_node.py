@@ -30,7 +30,7 @@ from engines.emulator.core import (
     never_hold,
 )
 from engines.emulator.kv_pool import KvPool
-from engines.types import EngineProfile
+from engines.timing import EngineProfile
 
 _ABORTED_ROOMS = 10_000
 """How many rooms that a decode gave up are remembered; SGLang remembers all."""

@@ -24,7 +24,8 @@ from engines.emulator.live import Live
 from engines.emulator.plain_node import PlainNode
 from engines.emulator.prefill_node import PrefillNode
 from engines.emulator.radix import RadixCache
-from engines.types import EngineProfile, Role
+from engines.timing import EngineProfile
+from engines.types import Role
 
 _log = logging.getLogger("pdgate.emulator")
 CRASH_STATUS = 131

@@ -25,15 +25,7 @@ from engines.kv_events import KvBatch
 from engines.kv_subscriber import ConditionKind, KvCondition, KvSubscriber
 from engines.tasks import spawn, stop
 from engines.token_rule import pack, unpack
-from engines.types import (
-    EngineId,
-    EngineSpec,
-    EngineView,
-    FleetSnapshot,
-    Health,
-    KvEventSource,
-    Role,
-)
+from engines.types import EngineId, EngineSpec, EngineView, FleetSnapshot, Health, KvEventSource, Role
 from gateway.kv_feed import FeedMode, Hashing, KvFeed
 from routing.ownership import Tier
 from routing.prefix import Namespace, id_blocks, root_hash

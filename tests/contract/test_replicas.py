@@ -20,7 +20,8 @@ import pytest
 from engines.base import Probe
 from engines.sglang_wire import RoomMaker
 from engines.tasks import spawn
-from engines.types import EngineId, EngineLoad, EngineSpec, FailureKind, Health, Leg, Outcome, PrefillWork, Stage
+from engines.timing import PrefillWork
+from engines.types import EngineId, EngineLoad, EngineSpec, FailureKind, Health, Leg, Outcome, Stage
 from failover.journal import FailoverKeys
 from failover.monitor import Monitor
 from failover.poison import PoisonGuard

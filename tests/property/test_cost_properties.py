@@ -7,7 +7,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.types import DecodeTiming, EngineId, LinkTiming, PrefillTiming, PrefillWork
+from engines.timing import DecodeTiming, LinkTiming, PrefillTiming, PrefillWork
+from engines.types import EngineId
 from routing.cost import cost_terms, queue_s
 from routing.types import DecodeState, PrefillState, RequestView, RoutingSnapshot
 from tests.unit.routing.fleets import decode, prefill, request, snapshot

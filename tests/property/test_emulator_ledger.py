@@ -23,8 +23,8 @@ from engines.emulator.kv_pool import KvPool
 from engines.emulator.plain_node import PlainNode
 from engines.emulator.prefill_node import PrefillNode
 from engines.emulator.radix import RadixCache
+from engines.timing import TINY
 from engines.token_rule import pack
-from engines.types import TINY
 
 PEER = "p:1"
 SMALL = replace(TINY, prefill=replace(TINY.prefill, chunk_tokens=64), max_running_requests=3)

@@ -9,7 +9,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.types import TINY, EngineId
+from engines.timing import TINY
+from engines.types import EngineId
 from gateway.decider import Decision
 from routing.ranks import cheapest
 from tests.fakes import FACTS, decider, now_s, request, timeless, up

@@ -16,8 +16,8 @@ import orjson
 from engines.emulator import parse
 from engines.emulator.draw import MODEL_DEFAULTS
 from engines.emulator.tokens import decode
+from engines.timing import PROFILES
 from engines.token_rule import unpack
-from engines.types import PROFILES
 from failover.chaos.checker import check
 from failover.chaos.history import Attempt, Choice, Death, Ending, Error, Event, History, Ledger, Limits, Request, Usage
 from tests.scenarios.client import DONE, Answer, asked_answers

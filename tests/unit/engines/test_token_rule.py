@@ -86,6 +86,14 @@ def test_a_character_that_the_prompt_has_begun_is_ended(text: str) -> None:
     assert len([token for token in follow if token >= FIRST_WORD_TOKEN]) > 40
 
 
+def test_a_word_inside_a_character_leaves_it() -> None:
+    broken = [*PROMPT, FIRST_BYTE_TOKEN + 0xF0, FIRST_WORD_TOKEN]
+    context = ContextHash.from_tokens(PROMPT)
+    for token in broken[len(PROMPT) :]:
+        context.append(token)
+    assert context.next_token() == ContextHash.from_tokens(broken).next_token() >= FIRST_WORD_TOKEN
+
+
 def test_a_resumed_context_ends_the_character_that_was_begun() -> None:
     answer = continue_greedily(PROMPT, 3000, ignore_eos=True)
     inside = [at for at, token in enumerate(answer, 1) if token < FIRST_WORD_TOKEN]

@@ -6,20 +6,19 @@ import dataclasses
 
 import pytest
 
-from engines.types import (
+from engines.timing import (
     PROFILES,
     TINY,
     DecodeTiming,
-    FleetSnapshot,
     LinkTiming,
     PrefillTiming,
     PrefillWork,
-    Role,
     decode_step_s,
     prefill_forward_s,
     prefill_s,
     transfer_s,
 )
+from engines.types import FleetSnapshot, Role
 from tests.fakes import view
 
 TIMING = PrefillTiming(base_s=1.0, per_token_s=0.1, per_token2_s=0.001, chunk_tokens=100)

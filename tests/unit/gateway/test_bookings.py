@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.types import EngineId, PrefillTiming, PrefillWork
+from engines.timing import PrefillTiming, PrefillWork
+from engines.types import EngineId
 from failover.wedge import Owed
 from gateway.bookings import Booking, Bookings
 from routing.bookings_log import NOTHING, Totals

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engines.types import TINY, EngineId, EngineLoad, PrefillWork
+from engines.timing import TINY, PrefillWork
+from engines.types import EngineId, EngineLoad
 from gateway.bookings import Booking, Bookings
 from gateway.candidates import decode_state, prefill_state
 from gateway.learned import Learned

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from engines.types import H100_70B, TINY, EngineId, EngineSpec, Role
+from engines.timing import H100_70B, TINY
+from engines.types import EngineId, EngineSpec, Role
 from gateway.config import (
     POLICIES,
     REFUSED_FLAGS,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from engines.types import EngineId, EngineLoad, EngineView, PrefillWork
+from engines.timing import PrefillWork
+from engines.types import EngineId, EngineLoad, EngineView
 from gateway.bookings import Booking, Bookings
 from gateway.kv_audit import KvAudit
 from routing.bookings_log import Totals

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engines.types import TINY, EngineId, decode_step_s, prefill_s
+from engines.timing import TINY, decode_step_s, prefill_s
+from engines.types import EngineId
 from gateway import learned as module
 from gateway.learned import Learned
 
@@ -25,13 +26,26 @@ def test_everything_starts_from_the_profile() -> None:
     assert learned.output_tokens("m", 10_000) == 350
 
 
-def test_a_slower_prefill_is_believed_after_some_observations_and_alone() -> None:
+def test_a_slower_prefill_is_believed_after_some_observations() -> None:
     learned = Learned(TINY)
     predicted_s = prefill_s(learned.prefill_timing(P, 2048), 1000)
     for _ in range(30):
         learned.saw_prefill(P, 2048, 1000, 0, 2 * predicted_s)
     assert prefill_s(learned.prefill_timing(P, 2048), 1000) == pytest.approx(2 * predicted_s, rel=0.05)
-    assert prefill_s(learned.prefill_timing(OTHER, 2048), 1000) == predicted_s
+
+
+def test_a_server_that_is_not_known_is_taken_for_one_like_the_others() -> None:
+    """Else one that has just restarted looks slower than all others where these are faster than their profile."""
+    learned = Learned(TINY)
+    for engine_id, factor in (("a", 0.2), ("b", 0.3), ("c", 2.0)):
+        for _ in range(30):
+            learned.saw_decode(EngineId(engine_id), 4, 4000, factor * decode_step_s(TINY.decode, 4, 4000))
+    assert learned.decode_timing(OTHER).base_s == pytest.approx(0.3 * TINY.decode.base_s, rel=0.05)
+    learned.saw_decode(OTHER, 4, 4000, 9.0)
+    assert learned.decode_timing(OTHER).base_s == pytest.approx(0.3 * TINY.decode.base_s, rel=0.05)
+    learned.forget_engine(EngineId("a"))
+    assert learned.decode_timing(EngineId("a")).base_s == learned.decode_timing(OTHER).base_s
+    assert learned.prefill_timing(OTHER, 512).base_s == TINY.prefill.base_s
 
 
 def test_a_slower_decode_is_believed_too() -> None:

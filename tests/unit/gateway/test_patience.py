@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from engines.types import DecodeTiming, EngineId, Leg, PrefillWork
+from engines.timing import DecodeTiming, PrefillWork
+from engines.types import EngineId, Leg
 from gateway.bookings import Booking
 from gateway.config import DeadlineConfig
 from gateway.patience import FixedPatience, MeasuredPatience

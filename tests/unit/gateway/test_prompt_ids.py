@@ -12,8 +12,8 @@ import pytest
 
 from engines.emulator.tokenizer_files import FOLDER
 from engines.emulator.tokens import chat_text, encode
+from engines.timing import TINY
 from engines.token_rule import unpack
-from engines.types import TINY
 from gateway import lifecycle
 from gateway.candidates import hit_tokens
 from gateway.config import TokenizerConfig

@@ -7,7 +7,8 @@ from random import Random
 
 import pytest
 
-from engines.types import EngineId, Health, PrefillWork
+from engines.timing import PrefillWork
+from engines.types import EngineId, Health
 from gateway.bookings import Booking, Bookings
 from gateway.config import RetryConfig
 from gateway.retries import Retries

@@ -5,20 +5,8 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
-from engines.types import (
-    H100_70B,
-    CacheFormat,
-    DecodeTiming,
-    EngineFacts,
-    EngineId,
-    EngineLoad,
-    EngineSpec,
-    EngineView,
-    Health,
-    LinkTiming,
-    PrefillTiming,
-    Role,
-)
+from engines.timing import H100_70B, DecodeTiming, LinkTiming, PrefillTiming
+from engines.types import CacheFormat, EngineFacts, EngineId, EngineLoad, EngineSpec, EngineView, Health, Role
 from routing.types import DecodeState, PrefillState, RequestView, RoutingSnapshot
 
 FORMAT = CacheFormat(page_size_tokens=1, kv_cache_dtype="bf16", allocation_policy="paged", transfer_backend="nixl")

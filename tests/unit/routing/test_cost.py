@@ -4,7 +4,8 @@ from itertools import pairwise
 
 import pytest
 
-from engines.types import H100_70B, EngineId, LinkTiming, PrefillTiming, PrefillWork, decode_step_s, prefill_s
+from engines.timing import H100_70B, LinkTiming, PrefillTiming, PrefillWork, decode_step_s, prefill_s
+from engines.types import EngineId
 from routing.cost import cost_terms, prefill_side, queue_s, transfer_s
 from routing.types import CostTerms, DecodeState, PrefillState
 from tests.unit.routing.fleets import decode, prefill, request, snapshot

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from engines.types import H100_70B
+from engines.timing import H100_70B
 from routing.estimator import (
     BYTES_PER_TOKEN,
     Quantile,

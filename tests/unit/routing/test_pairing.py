@@ -5,7 +5,8 @@ from random import Random
 
 import pytest
 
-from engines.types import EngineId, LinkTiming
+from engines.timing import LinkTiming
+from engines.types import EngineId
 from routing.cost import DEFAULT_COST, DecodeSide, PrefillSide, pair_transfer_s
 from routing.pairing import best_pair, fastest_links, separate_choice
 from routing.policies.baselines import LeastCost

@@ -13,8 +13,8 @@ from engines.emulator.kv_pool import KvPool
 from engines.emulator.plain_node import PlainNode
 from engines.emulator.prefill_node import PrefillNode
 from engines.emulator.radix import RadixCache
+from engines.timing import TINY, PrefillWork, decode_step_s, prefill_forward_s, transfer_s
 from engines.token_rule import pack
-from engines.types import TINY, PrefillWork, decode_step_s, prefill_forward_s, transfer_s
 
 PROFILE = replace(TINY, prefill=replace(TINY.prefill, chunk_tokens=100))
 

@@ -154,6 +154,7 @@ stops = st.sampled_from([(), ("é",), ("é ba",), ("\U0001f600", " b"), (WORDS[1
     no_stop_trim=st.booleans(),
     ends=st.sampled_from(["length", "token", "aborted"]),
 )
+@example([], 0, [FIRST_WORD_TOKEN + 100, *unpack(encode("é")), FIRST_WORD_TOKEN], (WORDS[100] + "z",), False, "length")
 @example([FIRST_BYTE_TOKEN + 0xF0], 0, [162, 155, 131, FIRST_WORD_TOKEN], (), False, "length")
 def test_the_text_is_what_sglangs_detokenizer_makes(
     prompt: list[int], cut: int, answer: list[int], stop: tuple[str, ...], no_stop_trim: bool, ends: str

@@ -15,8 +15,9 @@ from engines.emulator.kv_pool import KvPool, Ledger, total_ledger
 from engines.emulator.kv_publisher import KvEventsConfig, config_of_rank
 from engines.emulator.output import Output, StopRule
 from engines.emulator.prefill_node import PrefillNode
+from engines.timing import TINY
 from engines.token_rule import pack
-from engines.types import TINY, Role
+from engines.types import Role
 
 
 def job(room: int, prefill_rank: int | None = None) -> Job:

@@ -102,6 +102,8 @@ def test_every_wrong_token_is_found(
     true, read = plan.request(), plan.request(spoiled)
     texts = ["".join(event.text for event in each.events if event.index == 0) for each in (true, read)]
     shown = [[event.ids for event in each.events if event.index == 0] for each in (true, read)]
+    # At the very end one token in 48 is half a character, also by another attempt's key.
+    assume(not texts[1].endswith("�") or plan.ids_shown or not plan.sampled)
     begins = plan.ending != "whole" and texts[0].startswith(texts[1])
     assume((texts[0] != texts[1] and not begins) or shown[0][: len(shown[1])] != shown[1])
     assert wrong(plan.history(spoiled)) != []
@@ -131,6 +133,13 @@ def test_the_next_attempts_tokens_count_from_its_first_on_only() -> None:
     extra = replace(second, rid="r1.0.9", room=9, began_s=5.0, ended_s=6.0)
     idle = replace(request, choices=(replace(choice, attempts=(first, second, extra)),))
     assert wrong(replace(history, requests=(idle,))) == [], "an attempt may have written nothing"
+
+
+def test_a_stop_token_below_the_minimum_ends_nothing() -> None:
+    greedy = continue_greedily(PROMPT, 12, ignore_eos=True)
+    plan = Plan(PROMPT, (9,), Limits(12, min_tokens=7, stop_token_ids=tuple(greedy)), sampled=False)
+    assert len(plan.events(0)[0]) == 8
+    assert wrong(plan.history()) == []
 
 
 @PATIENT
@@ -229,6 +238,12 @@ BAD_ENDS: dict[str, Request] = {
     "no finish": changed(W, finishes, finish=""),
     "two finishes": ends(W, Event(90.0, finish="length"), DONE, cut=1),
     "text after the terminator": ends(W, LATE),
+    "an empty event after the terminator": ends(W, Event(96.0)),
+    "usage after the terminator": ends(W, DONE, replace(W.events[-2], at_s=96.0), cut=2),
+    "an empty event after an error": ends(B, Event(96.0)),
+    "the finish before the last text": ends(
+        W, replace(W.events[-3], text=""), Event(90.0, text=W.events[-3].text), *W.events[-2:], cut=3
+    ),
     "bytes after the terminator": ends(W, Event(96.0, junk="data: {")),
     "text after the finish": ends(W, LATE, Event(97.0, done=True), cut=1),
     "a terminator after an error": ends(B, DONE),
