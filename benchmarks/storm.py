@@ -78,10 +78,10 @@ class Plan:
 class Fleet:
     """The processes and their URLs; `async with` starts and ends them."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, prefills: int = PREFILLS, decodes: int = DECODES) -> None:
         flags = ("--profile", plan.profile)
-        self.prefills = [EmulatedServer(Role.PREFILL, speed=plan.speed, arguments=flags) for _ in range(PREFILLS)]
-        self.decodes = [EmulatedServer(Role.DECODE, speed=plan.speed, arguments=flags) for _ in range(DECODES)]
+        self.prefills = [EmulatedServer(Role.PREFILL, speed=plan.speed, arguments=flags) for _ in range(prefills)]
+        self.decodes = [EmulatedServer(Role.DECODE, speed=plan.speed, arguments=flags) for _ in range(decodes)]
         self.port = free_ports(1)[0]
         self.url = f"http://127.0.0.1:{self.port}"
         self._plan = plan
@@ -113,6 +113,11 @@ class Fleet:
         return [*self.prefills, *self.decodes]
 
     @property
+    def gateway_pid(self) -> int:
+        assert self._gateway is not None
+        return self._gateway.pid
+
+    @property
     def pids(self) -> list[int]:
         """Of all that run, this process included."""
         gateway = [self._gateway.pid] if self._gateway is not None else []
@@ -133,7 +138,7 @@ class Fleet:
                 preexec_fn=die_with_parent,
             )
         until_s = _now_s() + _READY_S
-        while await self._pairs() < PREFILLS * DECODES:
+        while await self._pairs() < len(self.prefills) * len(self.decodes):
             if _now_s() > until_s:
                 raise RuntimeError(f"not all pairs came up:\n{self.log.read_text()[-2000:]}")
             await asyncio.sleep(0.1)

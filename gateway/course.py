@@ -6,6 +6,7 @@ first token, and a chat is asked for with token ids.
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from collections.abc import Mapping
 from functools import partial
@@ -26,6 +27,9 @@ from gateway.reply import UnitSink
 from gateway.story import Story
 from routing.prefix import BlockKind
 from routing.types import RequestView
+
+KEEP_ALIVE_S = 5.0
+"""While a replay catches up, a comment tells its client so often that the stream lives."""
 
 
 class StreamOver(Exception):
@@ -51,6 +55,7 @@ class Course:
         self.finished = False
         self.emitted_tokens = 0
         self._shown = self._shown_before = 0
+        self._told_s = 0.0
 
     # ---- what the engine is asked --------------------------------------------------------------------------------
 
@@ -79,12 +84,21 @@ class Course:
         if self._replay is not None:
             frames = self._replay.frames(frames)
         shown = self.stream.frames(frames)
+        if not shown and self._replay is not None:
+            await self._keep_alive()
         if shown:
             self._shown += 1
             self.finished = self.finished or any(kind is EventKind.FINISH for kind, _ in shown)
             await self.sink.frames(rid, shown)
         if self.stream.ended_here:
             raise StreamOver
+
+    async def _keep_alive(self) -> None:
+        """What is generated again is not sent again: a client may take that for a stream that hangs."""
+        now_s = asyncio.get_running_loop().time()
+        if now_s >= self._told_s + KEEP_ALIVE_S:
+            self._told_s = now_s
+            await self._story.reply.comment("pdgate replays")
 
     async def answer(self, rid: str, body: bytes) -> None:
         await self.sink.answer(rid, body)
@@ -128,6 +142,7 @@ class Course:
         incremental = routes.streams_increments(self._gw, self._story.model)
         sent = [frame for kind, frame in self.stream.kept() if kind not in (EventKind.COMMENT, EventKind.DONE)]
         self._replay = ReplayFilter(self.path, sent, incremental=incremental)
+        self._told_s = asyncio.get_running_loop().time()
 
     def resume_text(self) -> None:
         """The next attempt continues the text that the client has. Raises Inexact."""

@@ -28,7 +28,7 @@ from gateway import openai_api
 from gateway.admission import admit
 from gateway.attempt import AttemptFailed, follow
 from gateway.context import Gateway
-from gateway.continuation import Ahead, go_on
+from gateway.continuation import Ahead, broken_off, go_on
 from gateway.course import Course, StreamOver
 from gateway.decider import Decision
 from gateway.errors import GatewayError
@@ -182,7 +182,7 @@ async def _run_unit(
     while True:
         async with AsyncExitStack() as turns:
             turn = await _turn(gw, story, unit, view, tries, turns)
-            decision = await _submit(gw, story, unit, view, tries, pinned)
+            decision = await _submit(gw, story, course, view, tries, pinned)
             if lead is not None and not lead.done():
                 lead.set_result(decision.prefill.engine_id)
             if tries.last is None:
@@ -230,7 +230,7 @@ async def _turn(
 
 
 async def _submit(
-    gw: Gateway, story: Story, unit: Unit, view: RequestView, tries: Tries, pinned: EngineId | None
+    gw: Gateway, story: Story, course: Course, view: RequestView, tries: Tries, pinned: EngineId | None
 ) -> Decision:
     """A pair for the next attempt; where there is none for it, what the last one failed by says more than that."""
     try:
@@ -241,7 +241,9 @@ async def _submit(
         if tries.last is None or error.code != "no_pair_available":
             raise
         failed, verdict = tries.last
-        raise final_error(gw, unit, failed, retry.last_word(verdict.fault)) from error
+        if course.sink.sent:
+            raise broken_off(gw, course, failed, error.message) from error
+        raise final_error(gw, course.unit, failed, retry.last_word(verdict.fault)) from error
 
 
 def _queue_deadline_s(gw: Gateway, story: Story) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from json.encoder import encode_basestring_ascii
+from json.encoder import encode_basestring
 from typing import Any
 
 import orjson
@@ -129,7 +129,7 @@ class GenerateStream:
         for token in live.output.ids[written.tokens :]:
             written.ids += b",%d" % token
         written.tokens = len(live.output.ids)
-        written.text += encode_basestring_ascii(live.output.take_delta())[1:-1].encode()
+        written.text += encode_basestring(live.output.take_delta())[1:-1].encode()
         if first or live.item.sampling.logprobs:
             return self._slow_delta(live, written, first)
         return b'data: {"text":"%b","output_ids":[%b]%b%d%b' % (

@@ -6,7 +6,7 @@ One format object per HTTP request. The hot path is `delta`: one token of a stre
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from json.encoder import encode_basestring_ascii
+from json.encoder import encode_basestring
 from typing import Any, Protocol
 
 from engines.emulator.core import End, EndKind
@@ -185,7 +185,7 @@ class ChatStream:
             return b""
         if live.item.sampling.logprobs or self.answering.request.continuous_usage:
             return self._slow_delta(live, text, start)
-        return b'%b,"content":%b%b' % (cursor.prefix, encode_basestring_ascii(text).encode(), _AFTER_CHAT_TEXT)
+        return b'%b,"content":%b%b' % (cursor.prefix, encode_basestring(text).encode(), _AFTER_CHAT_TEXT)
 
     def end(self, live: Live, end: End) -> bytes:
         if end.kind is EndKind.FAILED:
@@ -245,7 +245,7 @@ class CompletionStream:
         slow = live.item.sampling.logprobs or request.return_token_ids or request.continuous_usage
         if slow or (request.echo and not cursor.tokens):
             return self._chunk(live, live.output.take_delta(), None)
-        text = encode_basestring_ascii(live.output.take_delta()).encode()
+        text = encode_basestring(live.output.take_delta()).encode()
         cursor.tokens = len(live.output.ids)
         return b'%b%b,"logprobs":null,"finish_reason":null,"matched_stop":null}],"usage":null}\n\n' % (
             cursor.prefix,

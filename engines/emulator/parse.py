@@ -377,5 +377,5 @@ def _answer_tokens(api: Api, wanted: int | None, prompt_tokens: int, limits: Lim
         raise BadRequest(wire.value_error(api.value, text))
     if wanted is not None and wanted + prompt_tokens > context:
         raise BadRequest(wire.value_error(api.value, wire.too_many_tokens(context, prompt_tokens, wanted)))
-    room = min(context - 1, limits.max_total_tokens - 1) - prompt_tokens
+    room = min(context - 1, limits.max_total_tokens - 1) - prompt_tokens - 1  # `init_req_max_new_tokens` of SGLang
     return max(1, room if wanted is None else min(wanted, room))

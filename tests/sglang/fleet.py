@@ -10,8 +10,9 @@ import asyncio
 import json
 import signal
 import tempfile
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -57,6 +58,8 @@ class RealFleet:
         )
         self.decode = SglangServer(Role.DECODE, launch, arguments=pages, environment=limits)
         self.plain = SglangServer(Role.PLAIN, launch, arguments=pages)
+        self._more_decode = partial(SglangServer, Role.DECODE, launch, arguments=pages, environment=limits)
+        self._more: list[SglangServer] = []
         self.redis = RedisServer()
         self.gateways: list[GatewayProcess] = []
         self._exit = AsyncExitStack()
@@ -85,7 +88,7 @@ class RealFleet:
 
     @property
     def servers(self) -> tuple[SglangServer, ...]:
-        return self.prefill, self.decode, self.plain
+        return self.prefill, self.decode, self.plain, *self._more
 
     @property
     def pair(self) -> tuple[SglangServer, SglangServer]:
@@ -112,6 +115,16 @@ class RealFleet:
         self.gateways.append(gateway)
         await self.ready(gateway)
         return gateway
+
+    @asynccontextmanager
+    async def second_decode(self) -> AsyncIterator[SglangServer]:
+        """One more decode, which is healed like the others, but is known only to gateways that are told of it."""
+        async with self._more_decode() as decode:
+            self._more.append(decode)
+            try:
+                yield decode
+            finally:
+                self._more.remove(decode)
 
     # ---- asking --------------------------------------------------------------------------------------------------
 

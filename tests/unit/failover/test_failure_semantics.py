@@ -77,29 +77,34 @@ FACTS = EngineFacts(
     sampling_defaults="openai",
 )
 
+_KILLS = "tests/scenarios/test_stream_kills.py::"
+_RESUMED = (
+    _KILLS + "test_a_stream_goes_on_on_another_decode",
+    _KILLS + "test_a_stream_is_whole_wherever_its_decode_died",
+    _KILLS + "test_a_character_that_was_half_sent_is_whole",
+    _KILLS + "test_a_stop_string_over_the_seam_is_found",
+    _KILLS + "test_streams_survive_kills",
+)
+_ENDED = (
+    _KILLS + "test_what_cannot_go_on_ends_with_one_error_at_once",
+    "tests/property/test_replay_properties.py::test_the_same_answer_goes_on_exactly",
+)
+_RETRIED = (
+    "tests/scenarios/test_kills.py::test_a_killed_server_costs_no_answer",
+    "tests/scenarios/test_mixed_load.py::test_mixed_load_survives_kills",
+)
 SHOWN_BY: dict[tuple[str, bool, Mode], tuple[str, ...]] = {
-    (CHAT, True, Mode.RESUME): (
-        "tests/unit/failover/test_recovery.py::test_a_plain_stream_is_resumed_however_it_is_sampled",
-    ),
-    (CHAT, True, Mode.ERROR): (
-        "tests/scenarios/test_faults.py::test_a_stream_that_breaks_off_ends_with_one_error",
-        "tests/property/test_replay_properties.py::test_the_same_answer_goes_on_exactly",
-    ),
-    (COMPLETIONS, True, Mode.RESUME): (
-        "tests/unit/failover/test_recovery.py::test_a_plain_stream_is_resumed_however_it_is_sampled",
-    ),
-    (COMPLETIONS, True, Mode.ERROR): (
-        "tests/property/test_replay_properties.py::test_the_same_answer_goes_on_exactly",
-    ),
-    (GENERATE, True, Mode.RESUME): (
-        "tests/unit/failover/test_recovery.py::test_a_plain_stream_is_resumed_however_it_is_sampled",
-    ),
-    (GENERATE, True, Mode.ERROR): ("tests/property/test_replay_properties.py::test_the_same_answer_goes_on_exactly",),
+    (CHAT, True, Mode.RESUME): (*_RESUMED, _KILLS + "test_choices_go_on_each_by_itself"),
+    (CHAT, True, Mode.ERROR): _ENDED,
+    (COMPLETIONS, True, Mode.RESUME): (*_RESUMED, _KILLS + "test_logprobs_and_ids_go_on"),
+    (COMPLETIONS, True, Mode.ERROR): _ENDED,
+    (GENERATE, True, Mode.RESUME): _RESUMED,
+    (GENERATE, True, Mode.ERROR): _ENDED,
     (CHAT, False, Mode.RETRY): (
-        "tests/scenarios/test_kills.py::test_a_killed_server_costs_no_answer",
+        *_RETRIED,
         "tests/scenarios/test_kills.py::test_one_of_several_choices_is_retried_alone",
     ),
-    (COMPLETIONS, False, Mode.RETRY): ("tests/unit/failover/test_recovery.py::test_what_is_no_stream_is_tried_again",),
+    (COMPLETIONS, False, Mode.RETRY): _RETRIED,
     (GENERATE, False, Mode.RETRY): ("tests/unit/failover/test_recovery.py::test_what_is_no_stream_is_tried_again",),
 }
 """The tests that show a row, by route, stream and what its greedy request gets."""
@@ -134,7 +139,7 @@ def traits_of(path: str, stream: bool, label: str, column: str) -> Traits:
     chosen, determinism = COLUMNS[column]
     body, unit = unit_of(path, stream, ASKED[label][path], chosen)
     facts = replace(FACTS, chat=ChatFacts(reasoning_parser="qwen3")) if label == "reasoning" else FACTS
-    inexact = exact_chat_rules.why_not(unit.body, facts, None) if path == CHAT else ""
+    inexact = exact_chat_rules.why_not(unit.body, facts, None, token_texts=True) if path == CHAT else ""
     return Traits(path, stream, sampling(path, body), determinism, features(path, body), inexact)
 
 

@@ -260,3 +260,27 @@ async def by_text(world: World) -> None:
 
 
 test_text_goes_on_where_it_is_allowed = story(by_text, failover=FailoverConfig((Mode.RESUME, Mode.RESUME_TEXT)))
+
+
+async def replays_slowly(world: World) -> None:
+    decodes = []
+
+    def behave(host: str, body: dict[str, Any]) -> FakeExchange | None:
+        if host.startswith("p"):
+            return None
+        decodes.append(body["rid"])
+        if len(decodes) == 1:
+            return breaking(*chat_pieces(body["rid"], "hel", whole=False))
+        slow, loop = FakeExchange(200), asyncio.get_running_loop()
+        for number, piece in enumerate(chat_pieces(body["rid"], "hello", whole=True)):
+            loop.call_later(4.0 * number, slow.send, piece)
+        loop.call_later(40.0, slow.end)
+        return slow
+
+    world.servers.behave = behave
+    await world.ask(temperature=0)
+    assert world.text == "hello"
+    assert world.client.body.count(b": pdgate replays\n\n") == 2, "one in five seconds, while nothing else can be said"
+
+
+test_a_slow_replay_keeps_its_client = story(replays_slowly, **DETERMINISTIC)
