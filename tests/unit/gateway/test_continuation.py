@@ -280,7 +280,7 @@ async def replays_slowly(world: World) -> None:
     world.servers.behave = behave
     await world.ask(temperature=0)
     assert world.text == "hello"
-    assert world.client.body.count(b": pdgate replays\n\n") == 2, "one in five seconds, while nothing else can be said"
+    assert world.client.body.count(b": pdgate replays\n\n") == 1, "it came again for twelve seconds"
 
 
 test_a_slow_replay_keeps_its_client = story(replays_slowly, **DETERMINISTIC)
