@@ -126,6 +126,8 @@ def why_not(
     """
     if facts is None:
         return "what the engine does to chats is not known yet"
+    if facts.frontend not in ("", "python"):
+        return f"the engine's {facts.frontend} front end may treat completions in another way"
     return (
         _why_not_engine(facts.chat)
         or _why_not_body(body)

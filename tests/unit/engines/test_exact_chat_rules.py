@@ -145,6 +145,11 @@ def test_logprobs_may_where_the_texts_of_tokens_are_known() -> None:
     assert objection(logprobs=False) == ""
 
 
+def test_another_front_end_goes_plain() -> None:
+    assert objection(replace(ENGINE, frontend="python")) == ""
+    assert "rust front end" in objection(replace(ENGINE, frontend="rust"))
+
+
 def test_an_engine_of_which_nothing_is_known() -> None:
     assert why_not(CHAT, None, {}) != ""
 
