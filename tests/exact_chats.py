@@ -7,13 +7,14 @@ borders between chunks are no part of the comparison; everything else is, byte f
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import aiohttp
 import orjson
+import pytest
 
 from engines.exact_chat import ExactChatStream
 from engines.exact_chat_rules import FIELDS, OPENAI_SAMPLING, Field
@@ -23,6 +24,7 @@ from tests.scenarios.client import CHAT, COMPLETIONS
 PLAIN = {"x-pdgate-on-failure": "error"}
 """A chat that is not to be resumed is asked for as its client did."""
 DONE = b"data: [DONE]"
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TRIES = 20
 """So many prompts are tried until an answer shows what its case needs."""
 
@@ -70,10 +72,22 @@ class Told:
             "status": self.status,
             "error": self.error,
             "text": b"".join(match for frame in self.frames for match in _CONTENT.findall(frame)),
-            "logprobs": [entry for choice in self._choices() for entry in _entries(choice)],
-            "running_usage": [event["usage"] for event in self._events() if event["choices"] and event.get("usage")][-1:],
+            "logprobs": [{**entry, "logprob": None} for entry in self._logprobs()],
+            "running_usage": [event["usage"] for event in self._events() if event["choices"] and event.get("usage")][
+                -1:
+            ],
             "around": around,
         }
+
+    @property
+    def values(self) -> list[float]:
+        """Of its logprobs."""
+        return [entry["logprob"] for entry in self._logprobs()]
+
+    def _logprobs(self) -> list[dict[str, Any]]:
+        """Those of tokens with text of their own: SGLang leaves out others unless they travel with one that has."""
+        entries = [entry for choice in self._choices() for entry in (choice.get("logprobs") or {}).get("content") or ()]
+        return [entry for entry in entries if "\ufffd" not in entry["token"] and entry["token"] not in SPECIAL]
 
     def _events(self) -> list[dict[str, Any]]:
         return [orjson.loads(frame.removeprefix(b"data: ")) for frame in self.frames if frame != DONE]
@@ -85,8 +99,10 @@ class Told:
         return [choice["delta"] for choice in self._choices()]
 
 
-def _entries(choice: Mapping[str, Any]) -> Sequence[Any]:
-    return (choice.get("logprobs") or {}).get("content") or ()
+def check_alike(one: Told, other: Told) -> None:
+    """Their clients were told the same."""
+    assert one.comparable() == other.comparable()
+    assert one.values == pytest.approx(other.values, abs=1e-3)
 
 
 Learn = Callable[[str], Mapping[str, Any]]
@@ -102,9 +118,9 @@ class Case:
     """One chat. `fields` go over the base, None takes one out; `learn` makes more of them from the answer without.
 
     `shows`: what the answer must hold for the case to say something; other prompts are tried until it does. `model`:
-    it takes a model that obeys biases and penalties, which the emulated one does not, to show it. `by_hand`: the gateway
-    leaves such a chat to the engine, since it could not be resumed; here it is asked for as a completion all the same.
-    `plain`: it goes the plain way, for this reason.
+    it takes a model that obeys biases and penalties, which the emulated one does not, to show it. `by_hand`: the
+    gateway leaves such a chat to the engine, since it could not be resumed; here it is asked for as a completion all
+    the same. `plain`: it goes the plain way, for this reason; `counted`: so it does where engines report cached tokens.
     """
 
     name: str
@@ -114,6 +130,7 @@ class Case:
     model: bool = False
     by_hand: bool = False
     plain: str = ""
+    counted: bool = False
 
     def body(self, model: str, number: int) -> dict[str, Any]:
         """Its body with the prompt of this number."""
@@ -183,7 +200,10 @@ _TURNS = [
     {"role": "system", "content": "You are brief. Überall."},
     {"role": "user", "content": "hello"},
     {"role": "assistant", "content": "Hello, what is it? 😀"},
-    {"role": "user", "content": [{"type": "text", "text": "the quick brown fox"}, {"type": "text", "text": "and so on"}]},
+    {
+        "role": "user",
+        "content": [{"type": "text", "text": "the quick brown fox"}, {"type": "text", "text": "and so on"}],
+    },
 ]
 _FULL = [{"role": "user", "content": "x" * 4000}]
 _BEGUN = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "Well, the quick"}]
@@ -211,9 +231,13 @@ CASES: tuple[Case, ...] = (
     Case("stop string of one character", _LONG, partial(_stop_string, chars=1), _ends("stop")),
     Case("stop string that never comes", {"stop": ["never ever", "@@@@@@"]}),
     Case("stop string begun at the end", {**_LONG, "max_tokens": 24}, lambda text: {"stop": [text[-3:] + "@@@"]}),
-    Case("stop_token_ids", {**_LONG, "stop_token_ids": WORDS}, shows=_ends("stop")),
-    Case("stop_token_ids kept", {**_LONG, "stop_token_ids": WORDS, "no_stop_trim": True}, shows=_ends("stop")),
-    Case("min_tokens before a stop token", {**_LONG, "stop_token_ids": WORDS, "min_tokens": 60}, shows=_at_least(60)),
+    Case("stop_token_ids", {"max_tokens": 200, "stop_token_ids": WORDS}, shows=_ends("stop")),
+    Case("stop_token_ids kept", {"max_tokens": 200, "stop_token_ids": WORDS, "no_stop_trim": True},
+         shows=_ends("stop")),
+    Case("min_tokens before a stop token", {"max_tokens": 200, "stop_token_ids": WORDS, "min_tokens": 60},
+         shows=lambda told: _at_least(60)(told) and _ends("stop")(told)),
+    Case("stop_token_ids that ignore_eos disables", {"max_tokens": 60, "ignore_eos": True, "stop_token_ids": WORDS},
+         shows=_ends("length")),
     Case("min_tokens before a stop string", {**_LONG, "min_tokens": 120}, _stop_string),
     Case("stop_regex", {**_LONG, "stop_regex": "[aeiou] ?[a-z]"}, shows=_ends("stop"), by_hand=True, model=True),
     # characters and special tokens
@@ -252,8 +276,8 @@ CASES: tuple[Case, ...] = (
     # usage
     Case("without usage", {"stream_options": None}),
     Case("usage not wanted", {"stream_options": {"include_usage": False}}),
-    Case("running usage", {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}),
-    Case("running usage alone", {"stream_options": {"continuous_usage_stats": True}}),
+    Case("running usage", {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}, counted=True),
+    Case("running usage alone", {"stream_options": {"continuous_usage_stats": True}}, counted=True),
     # what changes no token
     Case("names", {"user": "me", "cache_salt": "salt", "extra_key": "key"}),
     Case("priority", {"priority": 1}),
@@ -272,10 +296,25 @@ CASES: tuple[Case, ...] = (
     Case("top_p above one", {"top_p": 2.0}, shows=_refused),
     Case("a temperature below zero", {"temperature": -1.0}, shows=_refused),
     Case("min_tokens above the limit", {"min_tokens": 30}, shows=_refused),
-    Case("lora_path", {"lora_path": "nowhere"}, model=True),
-    Case("custom_logit_processor", {"custom_logit_processor": "{}"}, by_hand=True, model=True),
-    Case("watermark", {"watermark": {"enabled": False}}, by_hand=True, model=True),
+    Case("lora_path", {"lora_path": "nowhere"}, shows=_refused, model=True),
+    Case("custom_logit_processor", {"custom_logit_processor": "{}"}, shows=_refused, by_hand=True,
+         model=True),
+    Case("watermark", {"watermark": {"enabled": False}}, by_hand=True),
 )  # fmt: skip
+
+_UNPENALIZED = {"temperature": None, "repetition_penalty": 1.0}
+OPINION: Mapping[str, Any] = {"temperature": 0.7, "top_p": 1e-6, "top_k": 1, "min_p": 1.0, "repetition_penalty": 1.3}
+"""The generation config of a model; each of the first parameters but one leaves one token to choose, by itself."""
+
+OPINION_CASES: tuple[Case, ...] = (
+    Case("what the model wants", {"temperature": None}, by_hand=True),
+    Case("the model's penalty alone", by_hand=True),
+    Case("all but the penalty", _UNPENALIZED),
+    Case("the model's top_k", {**_UNPENALIZED, "top_p": 1.0, "min_p": 0.0}),
+    Case("the model's top_p", {**_UNPENALIZED, "top_k": -1, "min_p": 0.0}),
+    Case("the model's min_p", {**_UNPENALIZED, "top_k": -1, "top_p": 1.0}),
+    Case("nothing of it", {"temperature": 0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}),
+)
 
 CARRIED = tuple(
     name for name, kind in FIELDS.items() if kind in (Field.SAME, Field.SAMPLING, Field.LIMIT, Field.PROMPT)
@@ -287,13 +326,27 @@ CARRIED = tuple(
 
 
 class Asker:
-    """Asks one gateway, in whose fleet all servers serve `model`. `biased`: the model obeys biases and penalties."""
+    """Asks one gateway, in whose fleet all servers serve `model`. `biased`: the model obeys biases and penalties.
 
-    def __init__(self, http: aiohttp.ClientSession, url: str, model: str, *, biased: bool) -> None:
+    `sampling`: what the engine takes where a chat names none. `cache_report`: engines report cached tokens.
+    """
+
+    def __init__(
+        self,
+        http: aiohttp.ClientSession,
+        url: str,
+        model: str,
+        *,
+        biased: bool,
+        cache_report: bool,
+        sampling: Mapping[str, Any] = OPENAI_SAMPLING,
+    ) -> None:
         self._http = http
         self._url = url
         self._model = model
         self._biased = biased
+        self._cache_report = cache_report
+        self._sampling = sampling
 
     async def both(self, case: Case) -> tuple[Told, Told]:
         """What the client is told of a chat that is asked for as a completion, and of the engine's own.
@@ -318,12 +371,17 @@ class Asker:
         assert told.status != 200 or await self._route(told) == CHAT
         return told
 
+    async def planned(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """What `explain` shows of a chat's attempt."""
+        return await self._attempt(await self._post(CHAT, body))
+
     async def _exact(self, case: Case, body: Mapping[str, Any]) -> Told:
         told = await self._post(CHAT, body)
         if told.status == 200:
             attempt = await self._attempt(told)
-            assert attempt["engine_route"] == (CHAT if case.plain else COMPLETIONS), attempt["plain_chat_reason"]
-            assert case.plain in (attempt["plain_chat_reason"] or "")
+            plain = "cached tokens" if case.counted and self._cache_report else case.plain
+            assert attempt["engine_route"] == (CHAT if plain else COMPLETIONS), attempt["plain_chat_reason"]
+            assert plain in (attempt["plain_chat_reason"] or "")
         return told
 
     async def _by_hand(self, body: Mapping[str, Any]) -> Told:
@@ -331,7 +389,7 @@ class Asker:
         asked = {name: body[name] for name in ("model", "messages")}
         async with self._http.post(self._url + "/tokenize", json=asked) as reply:
             ids = (await reply.json())["tokens"]
-        chat = ExactChatStream(body, ids, OPENAI_SAMPLING)
+        chat = ExactChatStream(body, ids, self._sampling)
         told = await self._post(COMPLETIONS, chat.call_body(None))
         events = [(event_kind(frame + b"\n\n"), frame + b"\n\n") for frame in told.frames]
         frames = tuple(frame[:-2] for event in events for _, frame in chat.frames([event]))

@@ -36,9 +36,12 @@ SEED = ("--random-seed", "42")
 
 
 class RealFleet:
-    """`async with` starts and ends the servers; `add_gateway` puts one more gateway before them."""
+    """`async with` starts and ends the servers; `add_gateway` puts one more gateway before them.
 
-    def __init__(self, launch: Launch) -> None:
+    `plain`: with the server that tells what answers must be.
+    """
+
+    def __init__(self, launch: Launch, *, plain: bool = True) -> None:
         self.launch = launch
         self.events_port = free_port(beside=1)
         pages = ("--page-size", str(PAGE_TOKENS), *SEED)
@@ -52,6 +55,7 @@ class RealFleet:
         limits = {
             "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": str(TIMEOUT_S),
             "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": str(TIMEOUT_S),
+            "TORCH_COMPILE_DISABLE": "1",  # else the first penalty stops a scheduler for half a minute
         }
         self.prefill = SglangServer(
             Role.PREFILL, launch, arguments=(*pages, "--kv-events-config", events), environment=limits
@@ -59,7 +63,7 @@ class RealFleet:
         self.decode = SglangServer(Role.DECODE, launch, arguments=pages, environment=limits)
         self.plain = SglangServer(Role.PLAIN, launch, arguments=pages)
         self._more_decode = partial(SglangServer, Role.DECODE, launch, arguments=pages, environment=limits)
-        self._more: list[SglangServer] = []
+        self._more: list[SglangServer] = [self.plain] if plain else []
         self.redis = RedisServer()
         self.gateways: list[GatewayProcess] = []
         self._exit = AsyncExitStack()
@@ -88,7 +92,7 @@ class RealFleet:
 
     @property
     def servers(self) -> tuple[SglangServer, ...]:
-        return self.prefill, self.decode, self.plain, *self._more
+        return self.prefill, self.decode, *self._more
 
     @property
     def pair(self) -> tuple[SglangServer, SglangServer]:
@@ -102,8 +106,11 @@ class RealFleet:
     def url(self) -> str:
         return self.gateway.url
 
-    async def add_gateway(self, *flags: str, decodes: Sequence[str] = ()) -> GatewayProcess:
-        """One more gateway on the same Redis; `decodes`: more of them than ours. It ends with the fleet."""
+    async def add_gateway(self, *flags: str, decodes: Sequence[str] = (), pairs: int = 1) -> GatewayProcess:
+        """One more gateway on the same Redis; `decodes`: more of them than ours. It ends with the fleet.
+
+        `pairs`: so many it has when it is ready.
+        """
         named = ["--prefill", self.prefill.url, str(self.prefill.bootstrap_port), "--decode", self.decode.url]
         for url in decodes:
             named += ["--decode", url]
@@ -113,7 +120,7 @@ class RealFleet:
         self._exit.push_async_callback(gateway.stop)
         await gateway.launch()
         self.gateways.append(gateway)
-        await self.ready(gateway)
+        await self.ready(gateway, pairs)
         return gateway
 
     @asynccontextmanager
@@ -170,6 +177,15 @@ class RealFleet:
             return "" if body["pairs"] == pairs else str(body)
 
         await eventually(missing, within_s)
+
+    async def joined(self) -> None:
+        """Wait until the gateway has found that its tokenizer is the engines' own."""
+
+        async def missing() -> str:
+            index = (await self.get(self.url + "/readyz"))["index"][MODEL]
+            return "" if index["kind"] == "ids" else str(index)
+
+        await eventually(missing, READY_S)
 
     async def idle(
         self, within_s: float = 20.0, servers: Sequence[SglangServer] | None = None, *, fresh: bool = True

@@ -53,7 +53,7 @@ class TwoDecodes:
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def two_decodes(shared_fleet: RealFleet) -> AsyncIterator[TwoDecodes]:
     async with shared_fleet.second_decode() as decode:
-        gateway = await shared_fleet.add_gateway(decodes=[decode.url])
+        gateway = await shared_fleet.add_gateway(decodes=[decode.url], pairs=2)
         yield TwoDecodes(shared_fleet, gateway)
         await gateway.stop()
 

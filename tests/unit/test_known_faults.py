@@ -312,7 +312,7 @@ KNOWN: dict[str, Fault] = {
         f"{_MONITOR}::a_broken_leg_is_suspected_at_once_and_looked_into_at_once "
         "anothers_suspicion_stops_new_rooms_until_an_own_probe",
         "scenarios/test_replicas.py::a_server_that_one_lost_gets_nothing_from_the_other",
-        "unit/gateway/test_decider.py::excluded_engines_and_pairs_are_avoided",
+        f"{_DISPATCH}::another_attempt_leaves_the_server_that_failed_though_it_has_the_prefix",
         f"{_FAULTS}::a_frozen_prefill_is_passed_over",
     ),
     "60": fault(

@@ -102,3 +102,18 @@ async def test_a_client_hears_of_a_failed_prefill_at_once_though_its_decode_goes
     assert now_s() - begun_s < 1.0
     stopped = {orjson.loads(body or b"{}")["rid"] for _, url, body, _ in world.servers.fetched if "abort" in url}
     assert stopped == {body["rid"] for host, body in world.servers.calls if host.startswith("d")}
+
+
+@story
+async def test_another_attempt_leaves_the_server_that_failed_though_it_has_the_prefix(world: World) -> None:
+    await world.ask()
+    (holder,) = world.servers.hosts("p")
+    world.servers.calls.clear()
+    await world.ask()
+    assert world.servers.hosts("p") == [holder], "it is the best of all"
+    world.servers.calls.clear()
+    world.servers.behave = lambda host, body: failed() if host == holder else None
+    await world.ask()
+    assert world.text == "hello"
+    assert world.servers.hosts("p")[0] == holder
+    assert holder not in world.servers.hosts("p")[1:]
