@@ -19,7 +19,10 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 TOKENS = 1000
 KILLED_AFTER = 40
-PROMPT = "Who goes on when the one who spoke has died?"
+PROMPTS = {
+    path: f"Who goes on when the one who spoke has died? Asked by {path}." for path in (CHAT, COMPLETIONS, GENERATE)
+}
+"""One each: else a prefill would find the output of the test before in its cache, as part of a prompt."""
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 
 
@@ -70,8 +73,9 @@ def body_of(path: str, **sampling: Any) -> dict[str, Any]:
     """A long stream by any of the three routes; greedy, unless `sampling` says otherwise."""
     if path == GENERATE:
         params = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True, **sampling}
-        return {"text": PROMPT, "sampling_params": params, "stream": True}
-    prompt = {"messages": [{"role": "user", "content": PROMPT}]} if path == CHAT else {"prompt": PROMPT}
+        return {"text": PROMPTS[path], "sampling_params": params, "stream": True}
+    text = PROMPTS[path]
+    prompt = {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text}
     usage = {"stream_options": {"include_usage": True}}
     length = {"max_tokens": TOKENS, "ignore_eos": True}
     return {"model": MODEL, **prompt, **length, **usage, "temperature": 0, "stream": True, **sampling}
