@@ -55,6 +55,8 @@ from routing.queueing import QueueLimits, WaitingQueue
 _log = logging.getLogger("pdgate")
 _LOADS_PER_PROBE = 4
 """Load snapshots are cheap for a server (shared memory) and probes are not: take more of them."""
+_WEDGED_AFTER_S = 60.0
+"""A scheduler that compiles a kernel at its first use was seen to stand still for 30 s."""
 _LAST_WORDS_S = 6.0
 """At shutdown, how long the last answers may take to be read."""
 _LAST_RELEASES_S = 6.0
@@ -171,6 +173,7 @@ def _monitor(probe_s: float, fleet: Fleet, engine: SglangEngine, to_decider: _To
         spawn,
         probe_interval_s=probe_s,
         load_interval_s=probe_s / _LOADS_PER_PROBE,
+        wedged_after_s=_WEDGED_AFTER_S,
         rng=Random(ids.getrandbits(64)),
     )
 
