@@ -16,13 +16,15 @@ KEPT_BYTES = 4 * 1024 * 1024
 
 class PlainStream:
     """Any route. `why`: why its output ids are not known, in words for an operator. `keep`: for a replay, or for what
-    goes on by text; without it nothing is kept."""
+    goes on by text; without it nothing is kept. `repeats`: each event repeats all output, so the last is enough."""
 
-    def __init__(self, path: str, body: Mapping[str, Any], why: str, *, keep: bool = False) -> None:
+    def __init__(
+        self, path: str, body: Mapping[str, Any], why: str, *, keep: bool = False, repeats: bool = False
+    ) -> None:
         self.path = path
         self.why = why
         self._first_body = self._body = body
-        self._keep = keep
+        self._keep, self._repeats = keep, repeats
         self.skip_special_tokens = True
         self.ended_here = False
         self.restart()
@@ -41,6 +43,9 @@ class PlainStream:
     def frames(self, frames: Frames) -> Frames:
         if self._goes_on:
             frames = [each for each in frames if each[0] is not EventKind.ROLE_ONLY]
+        if self._repeats and frames:
+            self._kept.clear()
+            self._kept_bytes = 0
         for kind, frame in frames:
             self._kept_bytes += len(frame)
             if kind in (EventKind.FINISH, EventKind.USAGE, EventKind.DONE):
@@ -83,9 +88,12 @@ class PlainStream:
 
 def _text(frame: bytes) -> str:
     """What one event of an OpenAI stream says; Inexact for one that says anything but text."""
-    event = orjson.loads(data_of(frame))
-    choices = event.get("choices") or [{}]
-    delta = choices[0].get("delta")
+    try:
+        event = orjson.loads(data_of(frame))
+        choices = event.get("choices") or [{}]
+        delta = choices[0].get("delta")
+    except (orjson.JSONDecodeError, AttributeError, LookupError):
+        raise Inexact("an event of it cannot be read") from None
     if isinstance(delta, dict) and (delta.get("tool_calls") or delta.get("reasoning_content")):
         raise Inexact("it has more than text")
     return str((delta.get("content") if isinstance(delta, dict) else choices[0].get("text")) or "")

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from failover.features import Feature, Sampling
+from failover.features import GENERATE, Feature, Sampling
 
 WANTED_HEADER = "x-pdgate-on-failure"
 _MAX_NAME_CHARS = 40
@@ -138,6 +138,8 @@ def _objections(mode: Mode, traits: Traits) -> Iterator[str]:
         yield "the text of a prompt of token ids, which the engine echoes, is not known"
     if mode is Mode.RESUME and traits.inexact:
         yield traits.inexact
+    if mode is Mode.RESUME_TEXT and traits.path == GENERATE:
+        yield "its events repeat all the output, and would begin anew"
     if mode is Mode.REPLAY:
         if traits.determinism is Determinism.NONE:
             yield "nobody says that the same request gives the same tokens again"

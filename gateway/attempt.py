@@ -14,7 +14,7 @@ from engines.pair import Frames, LegAnswer, LegEvent, LegFailed, LegOutput, Pair
 from engines.sse_frames import EventKind
 from engines.types import FailureKind, Leg, Outcome, Stage
 from failover import phase as table
-from failover.deadlines import Deadline, silence_text
+from failover.deadlines import KNOWN_GAPS, Deadline, silence_text
 from failover.hold import FIRST_HOLD_S
 from failover.machine import breaks
 from failover.phase import Action, Event, Phase
@@ -205,6 +205,8 @@ async def _act(
         elif before is Phase.STREAMING:
             progress.gaps += 1
             progress.largest_gap_s = max(progress.largest_gap_s, now_s - progress.silent_since_s)
+            if progress.gaps == KNOWN_GAPS:
+                progress.limit_s = None  # the stream shows its own pace from now on
         observer.progress(Leg.DECODE, now_s)
         progress.kept.extend(happened.frames)
         progress.kept_bytes += sum(len(frame) for _, frame in happened.frames)

@@ -31,7 +31,7 @@ class Ahead(Enum):
 
 async def go_on(gw: Gateway, story: Story, course: Course, decision: Decision, failed: AttemptFailed) -> Ahead:
     """Prepare the next attempt of a broken stream. Raises GatewayError where it cannot go on."""
-    if course.finished:
+    if course.finished and not (course.plan.mode is Mode.REPLAY and course.lacks_usage):
         await course.close(decision.rid)
         gw.metrics.continued("close", "whole")
         return Ahead.NOTHING

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -56,6 +57,7 @@ class Course:
         self.emitted_tokens = 0
         self._shown = self._shown_before = 0
         self._told_s = 0.0
+        self._usage_told = False
 
     # ---- what the engine is asked --------------------------------------------------------------------------------
 
@@ -63,7 +65,8 @@ class Course:
         """The next attempt, as routing sees it."""
         gw, story = self._gw, self._story
         times = (story.arrival_s, story.deadline_s)
-        return request_view(gw, story.request, self.unit, story.model, self.prompt, *times, self.emitted_tokens)
+        view = request_view(gw, story.request, self.unit, story.model, self.prompt, *times, self.emitted_tokens)
+        return replace(view, goes_on=self.sink.sent)
 
     @property
     def path(self) -> str:
@@ -89,6 +92,7 @@ class Course:
         if shown:
             self._shown += 1
             self.finished = self.finished or any(kind is EventKind.FINISH for kind, _ in shown)
+            self._usage_told = self._usage_told or any(kind is EventKind.USAGE for kind, _ in shown)
             await self.sink.frames(rid, shown)
         if self.stream.ended_here:
             raise StreamOver
@@ -102,6 +106,11 @@ class Course:
 
     async def answer(self, rid: str, body: bytes) -> None:
         await self.sink.answer(rid, body)
+
+    @property
+    def lacks_usage(self) -> bool:
+        """The client wants usage, and was not told it."""
+        return self._story.request.include_usage and not self._usage_told
 
     def restart(self) -> None:
         """The client has nothing yet: what the failed attempt had held back is thrown away."""

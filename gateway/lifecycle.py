@@ -208,6 +208,8 @@ async def _run_unit(
                 if await go_on(gw, story, course, decision, failed) is Ahead.NOTHING:
                     return
                 view = course.view() if progressed else view
+            case Verdict.GIVE_UP if course.sink.sent:
+                raise broken_off(gw, course, failed, "it has had all its attempts")
             case _:
                 raise final_error(gw, unit, failed, verdict)
         tries.last = (failed, verdict)
@@ -238,11 +240,15 @@ async def _submit(
     except GatewayError as error:
         if error.code == RULES[Deadline.QUEUE].code:
             gw.metrics.deadline_passed(Deadline.QUEUE)
-        if tries.last is None or error.code != "no_pair_available":
+        if tries.last is None:
             raise
         failed, verdict = tries.last
         if course.sink.sent:
-            raise broken_off(gw, course, failed, error.message) from error
+            late = error.code == RULES[Deadline.QUEUE].code
+            why = "no pair had room for the rest in time" if late else error.message
+            raise broken_off(gw, course, failed, why) from error
+        if error.code != "no_pair_available":
+            raise
         raise final_error(gw, course.unit, failed, retry.last_word(verdict.fault)) from error
 
 

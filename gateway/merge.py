@@ -117,9 +117,9 @@ class UsageMerger:
         return not chunk.get("choices")
 
     def event(self, public_id: str, created: int) -> bytes | None:
-        """The final usage chunk as an SSE event; None when no unit reported any."""
+        """The final usage chunk as an SSE event; None where a unit told none: part of a sum is no usage."""
         usage = merge_usage(self._usages, self._samples)
-        if usage is None:
+        if usage is None or not all(map(_makes_sense, self._usages)):
             return None
         chunk = {**self._template, "id": public_id, "created": created, "choices": [], "usage": usage}
         return b"data: " + orjson.dumps(chunk) + b"\n\n"

@@ -60,7 +60,9 @@ def open_stream(gw: Gateway, story: Story, unit: Unit, prompt: Prompt, why_plain
     """The client's stream, of the kind that its way on needs."""
     api = story.request.api
     if mode is not Mode.RESUME:
-        return PlainStream(api.value, unit.body, why_plain or "it was not to be resumed", keep=mode is not Mode.ERROR)
+        why = why_plain or "it was not to be resumed"
+        repeats = api is Api.GENERATE and not streams_increments(gw, story.model)
+        return PlainStream(api.value, unit.body, why, keep=mode is not Mode.ERROR, repeats=repeats)
     if api is Api.COMPLETIONS:
         return CompletionStream(unit.body)
     if api is Api.GENERATE:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import dataclass, field, replace
 
-from engines.types import Outcome, Stage
+from engines.types import Leg, Outcome, Stage
 from failover import deadlines, retry
 from failover.deadlines import Deadline
 from failover.retry import Fault, Verdict
@@ -25,7 +26,8 @@ class Tries:
     attempts: int = 0
     """Since the client last got something new."""
     continuations: int = 0
-    deaths: int = 0
+    deaths: Counter[Leg] = field(default_factory=Counter)
+    """Of servers of each role: a request that ends servers ends those of one role."""
     own_faults: int = 0
     last: tuple[AttemptFailed, retry.Decision] | None = None
 
@@ -47,13 +49,14 @@ async def judge(
     if failed.deadline is not None:
         gw.metrics.deadline_passed(failed.deadline)
     tries.attempts = 1 if progressed else tries.attempts + 1
-    tries.deaths += await _died(gw, failed)
+    if (leg := await _died(gw, failed)) is not None:
+        tries.deaths[leg] += 1
     tries.own_faults += retry.classify(failed.outcome) is Fault.OURS
     history = retry.History(
         tries.attempts,
         gw.config.retry.max_attempts,
         committed,
-        tries.deaths,
+        max(tries.deaths.values(), default=0),
         tries.own_faults,
         deadline_s - asyncio.get_running_loop().time(),
         tries.continuations,
@@ -69,13 +72,13 @@ async def judge(
     return replace(verdict, delay_s=gw.retries.delay_s(verdict.delay_s))
 
 
-async def _died(gw: Gateway, failed: AttemptFailed) -> bool:
-    """Whether a server ended under this attempt: its connection broke, and it is gone or another process now."""
+async def _died(gw: Gateway, failed: AttemptFailed) -> Leg | None:
+    """The leg whose server ended under this attempt: its connection broke, and it is gone or another process now."""
     broken = [outcome for outcome in failed.outcomes if retry.may_be_a_death(outcome)]
     for outcome in broken:
         if not await gw.monitor.probe_now(outcome.engine_id):
-            return True
-    return False
+            return outcome.leg
+    return None
 
 
 def final_error(gw: Gateway, unit: Unit, failed: AttemptFailed, verdict: retry.Decision) -> GatewayError:

@@ -57,13 +57,17 @@ class WaitingQueue:
         return self._bytes
 
     def offer(self, request: RequestView) -> Offer:
-        """Let `request` wait at the end, if the bounds allow; ValueError when it waits already."""
+        """Let `request` wait at the end, if the bounds allow; ValueError when it waits already.
+
+        One that goes on with a broken stream was let in before, and is not turned away now.
+        """
         if request.request_id in self._waiting:
             raise ValueError(f"request {request.request_id} waits already")
-        if len(self._waiting) >= self._limits.max_requests:
-            return Offer.FULL_REQUESTS
-        if self._bytes + request.body_bytes > self._limits.max_bytes:
-            return Offer.FULL_BYTES
+        if not request.goes_on:
+            if len(self._waiting) >= self._limits.max_requests:
+                return Offer.FULL_REQUESTS
+            if self._bytes + request.body_bytes > self._limits.max_bytes:
+                return Offer.FULL_BYTES
         self._waiting[request.request_id] = request
         self._bytes += request.body_bytes
         self._earliest_s = min(self._earliest_s, request.deadline_s)

@@ -34,6 +34,8 @@ class RequestView:
     body_bytes: int
     excluded_engines: frozenset[EngineId] = frozenset()
     excluded_pairs: frozenset[tuple[EngineId, EngineId]] = frozenset()
+    goes_on: bool = False
+    """Its client has the beginning of the answer: it was let in before."""
 
     @property
     def kv_tokens(self) -> int:

@@ -226,6 +226,7 @@ async def test_streams_survive_kills(exact: Cluster) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(5))
 async def test_two_thousand_streams_survive_their_decodes(exact: Cluster, seed: int) -> None:
     """Fifty kills a seed, each under 44 streams: half are on the decode that dies, unless they are over by then."""

@@ -68,3 +68,19 @@ def test_it_can_be_closed_after_its_finish_reason() -> None:
     assert stream.finished
     assert list(stream.closing(3)) == [DONE]
     assert list(stream.closing(3)) == []
+
+
+def test_where_each_event_repeats_all_output_the_last_is_kept_however_much_came() -> None:
+    stream = PlainStream("/generate", {}, "", keep=True, repeats=True)
+    events = [(EventKind.CONTENT, b"x" * (KEPT_BYTES // 2) + str(number).encode()) for number in range(9)]
+    for event in events:
+        stream.frames([event])
+    assert list(stream.kept()) == events[-1:]
+
+
+@pytest.mark.parametrize("frame", [b"data: \xff\n\n", b"data: [1]\n\n", b'data: {"choices":[3]}\n\n'])
+def test_what_cannot_be_read_cannot_be_continued_by_text(frame: bytes) -> None:
+    stream = PlainStream("/v1/completions", {}, "", keep=True)
+    stream.frames([TEXT, (EventKind.CONTENT, frame)])
+    with pytest.raises(Inexact, match="cannot be read"):
+        stream.text_so_far()

@@ -10,7 +10,7 @@ import pytest
 from engines.pair import Frames, LegAnswer, LegEvent, LegFailed, LegOutput
 from engines.sse_frames import EventKind
 from engines.types import FailureKind, Leg, Outcome, Stage
-from failover.deadlines import Deadline
+from failover.deadlines import KNOWN_GAPS, Deadline
 from failover.hold import FIRST_HOLD_S as HOLD_S
 from failover.phase import LOSS_GRACE_S
 from gateway.attempt import CLIENT_PATIENCE_S, AttemptFailed, follow
@@ -490,8 +490,11 @@ async def test_the_limits_are_asked_for_when_a_silence_begins_and_not_for_every_
     outputs = [(0.2 + 0.1 * number, out("x")) for number in range(20)]
     _, error, took_s = await see((0.1, P_DONE), *outputs, (3.0, D_DONE), patience=patience)
     assert (error, took_s) == (None, 3.0)
-    assert patience.asked == [(0.0, "first", 0.0), (0.1, "first", 0.1), (0.2, "next", 0.2)]
-    assert patience.gaps == [(0.0, 0)]
+    begun = [(0.0, "first", 0.0), (0.1, "first", 0.1), (0.2, "next", 0.2)]
+    ((at_s, what, _),) = patience.asked[3:]
+    assert patience.asked[:3] == begun
+    assert (round(at_s, 6), what) == (1.0, "next"), "once more, when the stream has shown its own pace"
+    assert [gaps for _, gaps in patience.gaps] == [0, KNOWN_GAPS]
 
 
 @timeless

@@ -151,6 +151,9 @@ def test_one_usage_chunk_for_all_units_of_a_stream() -> None:
 
 def test_no_usage_chunk_when_none_came() -> None:
     assert UsageMerger(units=2, samples=2).event("chatcmpl-1", 7) is None
+    partly = UsageMerger(units=2, samples=2)
+    partly.add(0, {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}})
+    assert partly.event("chatcmpl-1", 7) is None, "part of a sum is no usage"
 
 
 def test_the_usage_chunk_holds_no_choice_even_if_no_engine_sent_one() -> None:

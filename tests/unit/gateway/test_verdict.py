@@ -118,3 +118,22 @@ async def test_a_deadline_is_counted_by_its_stage_and_only_that() -> None:
         deadline_s=now_s(),
     )
     assert verdict.verdict is Verdict.OUT_OF_TIME
+
+
+@timeless
+async def test_two_deaths_of_one_role_make_a_suspect_and_one_of_each_does_not() -> None:
+    gw = gateway()
+
+    async def dead(engine_id: EngineId) -> bool:
+        return False
+
+    gw.monitor = SimpleNamespace(probe_now=dead)
+    gw.retries = SimpleNamespace(may_retry=lambda decode: True, delay_s=lambda seconds: seconds)
+    decision: Any = SimpleNamespace(pair=(P, D), decode=SimpleNamespace(engine_id=D))
+    tries, verdicts = Tries(), []
+    for engine_id, leg in ((D, Leg.DECODE), (P, Leg.PREFILL), (D, Leg.DECODE)):
+        broke = Outcome(engine_id, leg, FailureKind.RESET, Stage.STREAMING, "connection lost")
+        failed = AttemptFailed(broke, (broke,))
+        told = await judge(gw, tries, decision, failed, committed=True, progressed=True, deadline_s=now_s() + 9.0)
+        verdicts.append(told.verdict)
+    assert verdicts == [Verdict.CONTINUE, Verdict.CONTINUE, Verdict.POISON_SUSPECTED]

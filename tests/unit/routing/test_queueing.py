@@ -26,6 +26,8 @@ def test_requests_leave_in_the_order_they_came() -> None:
 def test_it_is_bounded_in_requests() -> None:
     queue = queue_of("a", "b", limits=QueueLimits(max_requests=2))
     assert queue.offer(request(request_id="c")) is Offer.FULL_REQUESTS
+    assert queue.offer(request(request_id="broken stream", goes_on=True)) is Offer.ACCEPTED
+    queue.take("broken stream")
     queue.take("a")
     assert queue.offer(request(request_id="c")) is Offer.ACCEPTED
 
