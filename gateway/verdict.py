@@ -64,7 +64,9 @@ async def judge(
     verdict = retry.decide(failed.outcome, decision.pair, history)
     if verdict.verdict not in (Verdict.RETRY, Verdict.CONTINUE):
         return verdict
-    allowed = gw.retries.may_retry(decision.decode.engine_id)
+    # A death, or a break after some progress, leads to one attempt more for each request that ran there: turns smooth
+    # that, and nothing multiplies. The budget is for what fails again and again.
+    allowed = leg is not None or progressed or gw.retries.may_retry(decision.decode.engine_id)
     gw.metrics.retried(allowed=allowed)
     if not allowed:
         return replace(verdict, verdict=Verdict.OVER_BUDGET)

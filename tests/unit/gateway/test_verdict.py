@@ -81,12 +81,14 @@ def test_other_failures_keep_their_errors() -> None:
 async def test_over_budget_it_ends_with_when_to_ask_again() -> None:
     gw = gateway()
     asked: list[EngineId] = []
-    gw.retries = SimpleNamespace(may_retry=lambda decode: bool(asked.append(decode)), retry_after_s=7.5)
+    gw.retries = SimpleNamespace(
+        may_retry=lambda decode: bool(asked.append(decode)), retry_after_s=7.5, delay_s=lambda seconds: seconds
+    )
     decision: Any = SimpleNamespace(pair=(P, D), decode=SimpleNamespace(engine_id=D))
     for committed in (False, True):
         failed, tries = silent(Deadline.STALL, Stage.STREAMING), Tries()
         verdict = await judge(
-            gw, tries, decision, failed, committed=committed, progressed=committed, deadline_s=now_s() + 9.0
+            gw, tries, decision, failed, committed=committed, progressed=False, deadline_s=now_s() + 9.0
         )
         assert (verdict.verdict, tries.continuations) == (Verdict.OVER_BUDGET, 0)
         error = final_error(gw, None, failed, verdict)  # type: ignore[arg-type]
@@ -96,6 +98,9 @@ async def test_over_budget_it_ends_with_when_to_ask_again() -> None:
     late = await judge(gw, Tries(), decision, failed, committed=False, progressed=False, deadline_s=now_s())
     assert late.verdict is Verdict.OUT_OF_TIME
     assert len(asked) == 2, "what cannot be tried again anyway costs nothing of the budget"
+    goes_on = await judge(gw, Tries(), decision, failed, committed=True, progressed=True, deadline_s=now_s() + 9.0)
+    assert goes_on.verdict is Verdict.CONTINUE, "its client had got something: that costs nothing of the budget"
+    assert len(asked) == 2
 
 
 @timeless
