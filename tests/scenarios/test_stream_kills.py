@@ -65,9 +65,11 @@ async def kill_at(cluster: Cluster, path: str, body: dict[str, Any], stage: str,
     holds = [await cluster.hold(server, stage, k) for server in cluster.decodes]
     answer = Answer()
     asked = spawn(ask(cluster.http, cluster.url, body, path, answer), "a stream")
-    (held,) = await cluster.held(holds)
+    held, *others = await cluster.held(holds)
     await asyncio.sleep(0.1)  # what was written before is out, and on its way
     await cluster.kill(held.server)
+    for other in others:  # of several choices one may be there
+        await cluster.release(other)
     await asyncio.wait_for(asked, STREAM_S)
     return answer
 
