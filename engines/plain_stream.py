@@ -57,6 +57,11 @@ class PlainStream:
             self._kept.clear()
         return frames
 
+    @property
+    def usage_told(self) -> bool:
+        """The client has a usage event."""
+        return EventKind.USAGE in self._told
+
     def kept(self) -> Frames:
         """The events that the client has, as they came. Raises Inexact where they were not kept."""
         if not self._keep or self._kept_bytes > KEPT_BYTES:

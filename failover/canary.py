@@ -57,11 +57,6 @@ def due(records: Mapping[Pair, PairRecord], now_s: float) -> list[Pair]:
     return sorted(waiting, key=lambda pair: (records[pair].due_s, pair))
 
 
-def next_due_s(records: Mapping[Pair, PairRecord]) -> float | None:
-    """When the next of them is."""
-    return min((record.due_s for record in records.values() if not record.trial), default=None)
-
-
 class Rounds:
     """When idle pairs have their turn: one round every `interval_s`, none where that is 0."""
 

@@ -29,6 +29,7 @@ from gateway.canaries import Canaries, Way
 from gateway.config import Config, ConfigError
 from gateway.context import Gateway
 from gateway.decider import Decider
+from gateway.engine_kinds import EngineKinds
 from gateway.engine_tokens import EngineTokens
 from gateway.explain import ExplainRing
 from gateway.gauges import gauges
@@ -132,6 +133,7 @@ def build(config: Config, place: Place | None = None) -> Gateway:
         strategy=strategy,
         tokenizer=model_tokenizer,
         joins=joins,
+        kinds=EngineKinds(fleet),
         engine_tokens=EngineTokens(fleet, engine),
         monitor=monitor,
         decider=decider,

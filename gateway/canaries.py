@@ -204,7 +204,8 @@ class Canaries:
                 return "void"
             kept = got is None and Leg.DECODE in run.open_legs and pair not in self._waiting
             if kept:
-                self._waiting[pair] = spawn(self._wait(pair, run, booking), f"canary left {attempt.rid}")
+                left = self._waiting[pair] = spawn(self._wait(run), f"canary left {attempt.rid}")
+                left.add_done_callback(lambda _: self._let_go_of_left(pair, run, booking))
             self._pairs.health.canary_failed(pair, against, began_s, self._now_s())
             if _GAVE_UP in against.words:
                 self._pairs.health.try_now(pair, self._now_s())
@@ -229,17 +230,18 @@ class Canaries:
             self._monitor.proved(engine_id)
         return "passed"
 
-    async def _wait(self, pair: Pair, run: PairRun, booking: Booking) -> None:
+    async def _wait(self, run: PairRun) -> None:
         """Free the prefill, and leave the decode to find out by itself that its prefill's address is an old one."""
-        try:
-            await run.post_abort(Leg.PREFILL)
-            await run.wait_ended(PATIENCE_S)
-        finally:
-            self._pairs.health.try_now(pair, self._now_s())
-            self._way.releaser.let_go(run, whole=False)
-            self._decider.bookings.release(booking, self._now_s())
-            del self._waiting[pair]
-            self._wake.set()
+        await run.post_abort(Leg.PREFILL)
+        await run.wait_ended(PATIENCE_S)
+
+    def _let_go_of_left(self, pair: Pair, run: PairRun, booking: Booking) -> None:
+        """Called when `_wait` is over, also where it was cancelled before it began."""
+        self._pairs.health.try_now(pair, self._now_s())
+        self._way.releaser.let_go(run, whole=False)
+        self._decider.bookings.release(booking, self._now_s())
+        del self._waiting[pair]
+        self._wake.set()
 
     def _leg_failed(self, pair: Pair, outcome: Outcome) -> None:
         """What speaks against a server is the monitor's to know; what speaks against the pair is not."""

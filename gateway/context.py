@@ -15,6 +15,7 @@ from failover.poison import PoisonGuard
 from gateway.canaries import Canaries
 from gateway.config import Config
 from gateway.decider import Decider
+from gateway.engine_kinds import EngineKinds
 from gateway.engine_tokens import EngineTokens
 from gateway.explain import ExplainRing
 from gateway.join_probe import JoinProbe
@@ -44,6 +45,7 @@ class Gateway:
     strategy: PairStrategy
     tokenizer: Tokenizer | None
     joins: JoinProbe
+    kinds: EngineKinds
     engine_tokens: EngineTokens
     monitor: Monitor
     decider: Decider

@@ -31,7 +31,7 @@ class Ahead(Enum):
 
 async def go_on(gw: Gateway, story: Story, course: Course, decision: Decision, failed: AttemptFailed) -> Ahead:
     """Prepare the next attempt of a broken stream. Raises GatewayError where it cannot go on."""
-    if course.finished and not (course.plan.mode is Mode.REPLAY and course.lacks_usage):
+    if course.lacks_its_end_only:
         await course.close(decision.rid)
         gw.metrics.continued("close", "whole")
         return Ahead.NOTHING
@@ -56,5 +56,6 @@ async def go_on(gw: Gateway, story: Story, course: Course, decision: Decision, f
 
 def broken_off(gw: Gateway, course: Course, failed: AttemptFailed, why: str) -> GatewayError:
     """The error that ends a stream which cannot go on: what failed, why that is the end, that asking again is safe."""
-    error = final_error(gw, course.unit, failed, retry.last_word(retry.classify(failed.outcome)))
-    return error.saying(f"{error.message}; the answer cannot be continued: {why}; asking again is safe")
+    error = final_error(gw, course.unit, failed, retry.last_word(retry.classify(failed.outcome)), begun=True)
+    again = "" if "asking again" in error.message else "; asking again is safe"
+    return error.saying(f"{error.message}; the answer cannot be continued: {why}{again}")

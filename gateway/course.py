@@ -17,6 +17,7 @@ from engines.client_stream import ClientStream, Emitted, Frames, Inexact, TextOf
 from engines.plain_stream import PlainStream
 from engines.seam import candidates
 from engines.sse_frames import EventKind
+from failover.recovery import Mode
 from failover.resume_text import Impossible, body_after_text
 from gateway import routes
 from gateway.context import Gateway
@@ -41,7 +42,7 @@ class Course:
     """One engine request under way; the sink of its attempts, of which one lives at a time.
 
     `plan` is what happens if the stream breaks. `stream` is None where the client waits for a whole answer.
-    `finished`: the client has its finish reason. `emitted_tokens`: so many ids at the end of `prompt` are output.
+    `emitted_tokens`: so many ids at the end of `prompt` are output.
     """
 
     def __init__(self, gw: Gateway, story: Story, unit: Unit, sink: UnitSink, prompt: Prompt) -> None:
@@ -53,11 +54,9 @@ class Course:
         if story.request.stream:
             self.stream = routes.open_stream(gw, story, unit, prompt, self.why_plain, self.plan.mode)
         self._replay: ReplayFilter | None = None
-        self.finished = False
         self.emitted_tokens = 0
         self._shown = self._shown_before = 0
         self._told_s = 0.0
-        self._usage_told = False
 
     # ---- what the engine is asked --------------------------------------------------------------------------------
 
@@ -91,8 +90,6 @@ class Course:
             await self._keep_alive()
         if shown:
             self._shown += 1
-            self.finished = self.finished or any(kind is EventKind.FINISH for kind, _ in shown)
-            self._usage_told = self._usage_told or any(kind is EventKind.USAGE for kind, _ in shown)
             await self.sink.frames(rid, shown)
         if self.stream.ended_here:
             raise StreamOver
@@ -108,14 +105,17 @@ class Course:
         await self.sink.answer(rid, body)
 
     @property
-    def lacks_usage(self) -> bool:
-        """The client wants usage, and was not told it."""
-        return self._story.request.include_usage and not self._usage_told
+    def lacks_its_end_only(self) -> bool:
+        """The client has its finish reason, and the rest can be written here. A replay may yet tell its usage."""
+        if self.stream is None or not self.stream.finished:
+            return False
+        if self.plan.mode is Mode.REPLAY and isinstance(self.stream, PlainStream):
+            return self.stream.usage_told or not self._story.request.include_usage
+        return True
 
     def restart(self) -> None:
         """The client has nothing yet: what the failed attempt had held back is thrown away."""
         self.sink.restart()
-        self.finished = False
         if self.stream is not None:
             self.stream.restart()
 

@@ -211,7 +211,7 @@ async def _run_unit(
             case Verdict.GIVE_UP if course.sink.sent:
                 raise broken_off(gw, course, failed, "it has had all its attempts")
             case _:
-                raise final_error(gw, unit, failed, verdict)
+                raise final_error(gw, unit, failed, verdict, begun=course.sink.sent)
         tries.last = (failed, verdict)
         view = view.avoiding(verdict.excluded_engine, verdict.excluded_pair)
         await asyncio.sleep(verdict.delay_s)
@@ -228,7 +228,8 @@ async def _turn(
         return await turns.enter_async_context(gw.retries.turn(tokens, _queue_deadline_s(gw, story)))
     except TimeoutError as error:
         failed, verdict = tries.last
-        raise final_error(gw, unit, failed, replace(verdict, verdict=Verdict.OUT_OF_TIME)) from error
+        late = replace(verdict, verdict=Verdict.OUT_OF_TIME)
+        raise final_error(gw, unit, failed, late, begun=view.goes_on) from error
 
 
 async def _submit(

@@ -14,13 +14,13 @@ class Panic:
     """What `routing.filters.roles_in_panic` says of the fleet as it is."""
 
     def __init__(self) -> None:
-        self._version = -1
+        self._shape = -1
         self._roles: frozenset[Role] = frozenset()
 
     def roles(self, fleet: FleetSnapshot) -> frozenset[Role]:
         """The roles whose late servers get rooms all the same."""
-        if fleet.version != self._version:
-            self._version = fleet.version
+        if fleet.shape != self._shape:
+            self._shape = fleet.shape
             before, self._roles = self._roles, roles_in_panic(fleet)
             for role in sorted(self._roles - before):
                 _log.warning("most %s servers are late with their answers: that is ignored, they get rooms", role)

@@ -5,7 +5,7 @@ Decided once for each engine request, before it is dispatched.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from engines.exact_chat import ExactChatStream
 from engines.exact_chat_rules import sampling_defaults, why_not
 from engines.generate_stream import GenerateStream
 from engines.plain_stream import PlainStream
-from engines.types import EngineFacts, Role
+from engines.types import Role
 from failover import features, recovery
 from failover.recovery import Determinism, Mode, Plan, Traits
 from gateway.context import Gateway
@@ -76,7 +76,7 @@ def open_stream(gw: Gateway, story: Story, unit: Unit, prompt: Prompt, why_plain
 
 def streams_increments(gw: Gateway, model: str) -> bool:
     """Whether events of this model's `/generate` streams hold what is new only."""
-    return any(facts.incremental_streaming for facts in _facts(gw, model, Role.DECODE))
+    return any(facts.incremental_streaming for facts in gw.kinds.of(model, Role.DECODE))
 
 
 def _why_plain(gw: Gateway, story: Story, unit: Unit, prompt: Prompt) -> str:
@@ -87,7 +87,7 @@ def _why_plain(gw: Gateway, story: Story, unit: Unit, prompt: Prompt) -> str:
         return "it is not to be resumed"
     if prompt.kind is not BlockKind.IDS or prompt.ids is None or gw.tokenizer is None:
         return f"its token ids are not known: {prompt.why_text}"
-    decodes = _facts(gw, story.model, Role.DECODE)
+    decodes = gw.kinds.of(story.model, Role.DECODE)
     if len({each.sampling_defaults for each in decodes}) > 1:
         return "engines of its model have unlike sampling defaults"
     config = gw.tokenizer.generation_config
@@ -98,7 +98,7 @@ def _why_plain(gw: Gateway, story: Story, unit: Unit, prompt: Prompt) -> str:
 def _sampling_defaults(gw: Gateway, model: str) -> Mapping[str, Any]:
     """What engines apply where a chat names no sampling parameters."""
     config = gw.tokenizer.generation_config if gw.tokenizer is not None else None
-    return sampling_defaults(_facts(gw, model, Role.DECODE)[0], config)
+    return sampling_defaults(gw.kinds.of(model, Role.DECODE)[0], config)
 
 
 def _why_not_resumed(unit: Unit, sampling: Mapping[str, Any]) -> str:
@@ -110,17 +110,7 @@ def _why_not_resumed(unit: Unit, sampling: Mapping[str, Any]) -> str:
 
 
 def _determinism(gw: Gateway, model: str) -> Determinism:
-    known = [*_facts(gw, model, Role.DECODE), *_facts(gw, model, Role.PREFILL)]
+    known = [*gw.kinds.of(model, Role.DECODE), *gw.kinds.of(model, Role.PREFILL)]
     if known and all(each.deterministic for each in known):
         return Determinism.ENGINE
     return Determinism.DECLARED if gw.config.failover.deterministic else Determinism.NONE
-
-
-def _facts(gw: Gateway, model: str, role: Role) -> list[EngineFacts]:
-    """What the servers of one model say of themselves, one of each kind: a fleet has few."""
-    kinds: dict[tuple[Hashable, ...], EngineFacts] = {}
-    for view in gw.fleet.snapshot().with_role(role):
-        if (facts := view.facts) is not None and facts.model == model:
-            kind = (facts.chat, facts.sampling_defaults, facts.cache_report, facts.context_tokens)
-            kinds[*kind, facts.deterministic, facts.incremental_streaming] = facts
-    return [*kinds.values()]

@@ -83,8 +83,10 @@ async def _died(gw: Gateway, failed: AttemptFailed) -> Leg | None:
     return None
 
 
-def final_error(gw: Gateway, unit: Unit, failed: AttemptFailed, verdict: retry.Decision) -> GatewayError:
-    """The answer after the last attempt."""
+def final_error(
+    gw: Gateway, unit: Unit, failed: AttemptFailed, verdict: retry.Decision, *, begun: bool = False
+) -> GatewayError:
+    """The answer after the last attempt. `begun`: the client has a part of the answer, if of an earlier one."""
     outcome = failed.outcome
     if verdict.fault is Fault.OURS:
         gw.metrics.own_fault()
@@ -96,8 +98,8 @@ def final_error(gw: Gateway, unit: Unit, failed: AttemptFailed, verdict: retry.D
         case Verdict.POISON_SUSPECTED:
             gw.poison.refuse(fingerprint(unit), asyncio.get_running_loop().time())
             code, status, text = "poison_suspected", 502, "two servers ended while they worked on this request"
-        case Verdict.GIVE_UP | Verdict.OUT_OF_TIME | Verdict.CONTINUE if failed.deadline is not None:
-            return _too_late(failed, failed.deadline)
+        case Verdict.GIVE_UP | Verdict.OUT_OF_TIME if failed.deadline is not None:
+            return _too_late(failed, failed.deadline, begun=begun)
         case Verdict.OVER_BUDGET:
             return _over_budget(gw, outcome)
         case Verdict.OUT_OF_TIME:
@@ -130,10 +132,10 @@ def _over_budget(gw: Gateway, outcome: Outcome) -> GatewayError:
     return error
 
 
-def _too_late(failed: AttemptFailed, deadline: Deadline) -> GatewayError:
+def _too_late(failed: AttemptFailed, deadline: Deadline, *, begun: bool) -> GatewayError:
     rule, outcome = deadlines.RULES[deadline], failed.outcome
     return upstream_failed(
-        f"{outcome.message}; {deadlines.advice(deadline, begun=outcome.stage is Stage.STREAMING)}",
+        f"{outcome.message}; {deadlines.advice(deadline, begun=begun or outcome.stage is Stage.STREAMING)}",
         code=rule.code,
         stage=outcome.stage,
         definite=False,

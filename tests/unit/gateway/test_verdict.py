@@ -72,6 +72,15 @@ def test_each_deadline_has_its_own_error(
         assert "4.0 s" in error.message
 
 
+@timeless
+async def test_a_late_first_token_of_a_resumed_stream_does_not_say_that_nothing_was_sent() -> None:
+    failed = silent(Deadline.FIRST_TOKEN, Stage.DISPATCHED)
+    verdict = retry.Decision(Verdict.GIVE_UP, Fault.ENGINE)
+    first, resumed = (final_error(gateway(), None, failed, verdict, begun=begun) for begun in (False, True))  # type: ignore[arg-type]
+    assert "nothing of the answer was sent" in first.message
+    assert "nothing of the answer was sent" not in resumed.message
+
+
 def test_other_failures_keep_their_errors() -> None:
     assert told(None, Stage.STREAMING).code == "engine_failed"
     assert told(None, Stage.STREAMING, Verdict.OUT_OF_TIME).code == "deadline_exceeded"
