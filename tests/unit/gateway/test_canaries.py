@@ -184,14 +184,14 @@ async def test_a_broken_link_is_tried_ever_more_rarely_until_it_is_mended(monkey
     links = Links(broken={(P0, D0)})
     async with flying(links, monkeypatch) as gw:
         restart(gw, P0)
-        await asyncio.sleep(150.0)
+        await asyncio.sleep(200.0)  # the longest pauses, by chance, sum up to 158 s before the first of full length
         assert set(states(gw)) == {(P0, D0)}
         times_s = [at_s for at_s, pair in links.sent if pair == (P0, D0)]
         gaps_s = [later - sooner for sooner, later in pairwise(times_s)]
-        assert 5 <= len(times_s) <= 9
+        assert 5 <= len(times_s) <= 12
         assert gaps_s[0] < CANARY_S + 2.0
         assert gaps_s[-1] > 25.0
-        assert gw.canaries.counts["failed"] == len(times_s)
+        assert gw.canaries.counts["failed"] in (len(times_s) - 1, len(times_s)), "one may be on its way"
         links.broken.clear()
         assert await until_ok(gw) < 50.0
 
