@@ -35,7 +35,8 @@ from gateway.explain import ExplainRing
 from gateway.gauges import gauges
 from gateway.http_server import listen, make_runner
 from gateway.join_probe import JoinProbe
-from gateway.kv_feed import Hashing, KvFeed
+from gateway.kv_engine_feed import Hashing
+from gateway.kv_feed import KvFeed
 from gateway.learned import Learned
 from gateway.live import LiveRequests
 from gateway.observability import Metrics

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from engines.types import EngineId, Health, Role
 from gateway.context import Gateway
 from gateway.drain import DrainState, drain_state
-from gateway.kv_feed import FeedMode, FeedStats
+from gateway.kv_engine_feed import FeedMode, FeedStats
 from gateway.replicas import ReplicasStatus
 from routing.ownership import StoreState, StoreStatus
 from routing.prefix import BlockKind

@@ -17,6 +17,8 @@ from routing.types import RequestView
 _CLEAR_MISS_RATIO = 0.9
 """Blocks may stand for a mean number of tokens: less than a tenth (and a block) off is no miss."""
 _EXPIRE_EVERY_S = 30.0
+_FOLLOWED_ROOM = 2
+"""Evictions that another gateway hears of come after the prefixes they made room for: those may be there together."""
 
 BlockTokens = Callable[[str], float]
 """The tokens that a block of this model's prompts stands for."""
@@ -38,6 +40,8 @@ class Owners:
         self._boots: dict[EngineId, tuple[int, str]] = {}
         self._capacity: dict[EngineId, int | None] = {}
         self._exact: set[EngineId] = set()
+        self._followed: set[EngineId] = set()
+        """Engines whose events another gateway hears."""
         self._doubted: set[EngineId] = set()
         self._emptied: dict[EngineId, int] = {}
         """How often the index was emptied of an engine: what was promised before cannot be taken back after."""
@@ -86,7 +90,11 @@ class Owners:
             ):
                 self._correct(prefill, request.blocks, int(cached_tokens / request.block_tokens))
             self.index.add_held(prefill.engine_id, request.blocks)
-        self.store.confirm(claim, now_s)
+        if self._is_told(prefill.engine_id):  # a word of ours could reach the others after that of its eviction
+            self.store.drop(claim)
+            self.store.refresh(prefill.engine_id, prefill.epoch, request.blocks, now_s)
+        else:
+            self.store.confirm(claim, now_s)
 
     def broken(self, prefill: EngineView, request: RequestView, claim: ClaimId) -> None:
         """The attempt ended before its prefix was there."""
@@ -108,7 +116,7 @@ class Owners:
 
         Others are told of this chain alone: what is older was not seen, and they know its age as well as we do.
         """
-        if prefill.engine_id in self._exact:
+        if self._is_told(prefill.engine_id):
             for tier in Tier:
                 self.index.evict(prefill.engine_id, blocks[reported_blocks:], tier)
         else:
@@ -150,9 +158,9 @@ class Owners:
         self.store.begin(engine_id, *boot)
 
     def _size(self, engine_id: EngineId, facts: EngineFacts) -> None:
-        """Its own events bound an engine where they are all known; else its size does."""
-        exact = engine_id in self._exact
-        blocks = None if exact else self._blocks_of_rank(facts) * facts.dp_size
+        """Its own events bound an engine where they are all known; else its size does, loosely where they are told."""
+        room = _FOLLOWED_ROOM if engine_id in self._followed else 1
+        blocks = None if engine_id in self._exact else self._blocks_of_rank(facts) * facts.dp_size * room
         if self._capacity.get(engine_id, -1) != blocks:
             self._capacity[engine_id] = blocks
             self._set_capacity(engine_id)
@@ -184,6 +192,14 @@ class Owners:
     def events_live(self, engine_id: EngineId, live: bool) -> None:
         """Whether the engine's own events say what it holds; else its size and what it reports as cached do."""
         (self._exact.add if live else self._exact.discard)(engine_id)
+
+    def _is_told(self, engine_id: EngineId) -> bool:
+        """Whether the engine's own events say to all gateways what it holds, and in which order."""
+        return engine_id in self._exact or engine_id in self._followed
+
+    def events_elsewhere(self, engine_id: EngineId, elsewhere: bool) -> None:
+        """Whether another gateway hears the engine's events, and tells everybody."""
+        (self._followed.add if elsewhere else self._followed.discard)(engine_id)
 
     def engine_held(self, engine_id: EngineId, epoch: int, blocks: Sequence[bytes], tier: Tier) -> None:
         """The engine holds this chain, from the root on."""

@@ -43,7 +43,8 @@ class AdminServer:
     async def _ledger(self, request: web.Request) -> web.Response:
         ledgers = [rank.node.pool.ledger() for rank in self._engine.ranks]
         ranks = [asdict(each) for each in ledgers] if len(ledgers) > 1 else []
-        return json_response({**asdict(total_ledger(ledgers)), "ranks": ranks})
+        published = [rank.kv_publisher.published for rank in self._engine.ranks if rank.kv_publisher is not None]
+        return json_response({**asdict(total_ledger(ledgers)), "ranks": ranks, "kv_event_batches": sum(published)})
 
     async def _requests(self, request: web.Request) -> web.Response:
         live = [asdict(finished(each)) for each in self._engine.live.values()]

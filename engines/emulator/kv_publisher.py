@@ -90,7 +90,8 @@ class KvPublisher:
     def __init__(self, config: KvEventsConfig) -> None:
         self._config = config
         self._topic = config.topic.encode()
-        self._next = 0
+        self.published = 0
+        """Batches; the number of the next one."""
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
         self._context = zmq.Context(io_threads=1)
         self._pub: zmq.Socket[bytes] | None = None
@@ -119,9 +120,9 @@ class KvPublisher:
     def publish(self, payload: bytes) -> None:
         """Send one batch."""
         assert self._pub is not None
-        self._pub.send_multipart([self._topic, self._next.to_bytes(SEQUENCE_BYTES, "big"), payload], zmq.NOBLOCK)
-        self._kept.append((self._next, payload))
-        self._next += 1
+        self._pub.send_multipart([self._topic, self.published.to_bytes(SEQUENCE_BYTES, "big"), payload], zmq.NOBLOCK)
+        self._kept.append((self.published, payload))
+        self.published += 1
 
     def about(self, page_size_tokens: int, dp_size: int = 1) -> dict[str, object]:
         """What `/server_info` says of it; hosts and ports are empty where an endpoint has none."""

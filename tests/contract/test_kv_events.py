@@ -26,7 +26,8 @@ from engines.kv_subscriber import ConditionKind, KvCondition, KvSubscriber
 from engines.tasks import spawn, stop
 from engines.token_rule import pack, unpack
 from engines.types import EngineId, EngineSpec, EngineView, FleetSnapshot, Health, KvEventSource, Role
-from gateway.kv_feed import FeedMode, Hashing, KvFeed
+from gateway.kv_engine_feed import FeedMode, Hashing
+from gateway.kv_feed import KvFeed
 from routing.ownership import Tier
 from routing.prefix import Namespace, id_blocks, root_hash
 from tests.contract.emu_fleet import EmuFleet, emu_fleet
@@ -382,6 +383,9 @@ class Sink:
 
     def events_live(self, engine_id: EngineId, live: bool) -> None:
         self.live = live
+
+    def events_elsewhere(self, engine_id: EngineId, elsewhere: bool) -> None:
+        """Nobody else is there."""
 
     def has(self, *chains: tuple[bytes, ...]) -> bool:
         return self.blocks == {(Tier.DEVICE, block) for each in chains for block in each}

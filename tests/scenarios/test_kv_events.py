@@ -63,6 +63,15 @@ async def modes_of(cluster: Cluster, gateway: GatewayProcess) -> dict[str, str]:
     return {each.labels["engine"]: each.labels["mode"] for each in samples if each.name == "pdgate_kv_events_mode"}
 
 
+async def followed_batches(cluster: Cluster, gateway: GatewayProcess, engine: str) -> float:
+    samples = await cluster.metrics(gateway)
+    return sum(
+        value
+        for sample, value in samples
+        if sample.name == "pdgate_kv_events_batches" and sample.labels["engine"] == engine
+    )
+
+
 async def flush(cluster: Cluster, server: EmulatedServer) -> None:
     async with cluster.http.post(server.url + "/flush_cache") as reply:
         assert reply.status == 200
@@ -82,6 +91,22 @@ async def nothing_held(cluster: Cluster) -> None:
     await eventually(missing, 3.0)
 
 
+async def heard(cluster: Cluster, within_s: float = 5.0) -> None:
+    """Wait until what the prefills have published has been followed, and is known to all gateways."""
+
+    async def missing() -> str:
+        for prefill in cluster.prefills:
+            published = (await cluster.ledger(prefill))["kv_event_batches"]
+            engine = cluster.name(prefill)
+            followed = max([await followed_batches(cluster, gateway, engine) for gateway in cluster.gateways])
+            if followed < published:
+                return f"{engine} has published {published} batches; {followed} were followed"
+        return ""
+
+    await eventually(missing, within_s)
+    await agreed(cluster)
+
+
 async def test_predictions_are_exact_while_the_cache_evicts(replicas: Cluster) -> None:
     """More prompts than both caches hold, asked of both gateways in turn: what is predicted is what is found."""
     prompts = [new_prompt(PROMPT) for _ in range(7)]
@@ -91,9 +116,8 @@ async def test_predictions_are_exact_while_the_cache_evicts(replicas: Cluster) -
         predicted, cached = await cached_of(replicas, gateway, prompts[(number * 3) % 7])
         assert predicted == cached, f"request {number}"
         hits += cached > 0
-        await asyncio.sleep(0.1)  # events take a moment
+        await heard(replicas)
     assert 0 < hits < 28
-    await agreed(replicas)
 
 
 async def test_a_flushed_cache_is_known_everywhere(replicas: Cluster) -> None:

@@ -15,8 +15,9 @@ from engines.kv_events import KvBatch
 from engines.kv_subscriber import ConditionKind, Handler, KvCondition
 from engines.kv_types import KvEvent, Medium, PagesCleared, PagesRemoved, PagesStored
 from engines.types import EngineId, EngineSpec, EngineView, FleetSnapshot, Health, KvEventSource, Role
-from gateway import kv_feed
-from gateway.kv_feed import FeedMode, Hashing, KvFeed
+from gateway import kv_engine_feed, kv_feed
+from gateway.kv_engine_feed import FeedMode, Hashing
+from gateway.kv_feed import KvFeed
 from routing.ownership import Tier
 from routing.prefix import id_blocks
 from tests.fakes import FACTS
@@ -59,6 +60,7 @@ class Told:
     """A decider that notes what it is told."""
 
     calls: list[tuple[Any, ...]] = field(default_factory=list)
+    elsewhere: bool | None = None
 
     def engine_held(self, engine_id: EngineId, epoch: int, blocks: tuple[bytes, ...], tier: Tier) -> None:
         self.calls.append(("held", epoch, blocks, tier))
@@ -71,6 +73,9 @@ class Told:
 
     def events_live(self, engine_id: EngineId, live: bool) -> None:
         self.calls.append(("live", live))
+
+    def events_elsewhere(self, engine_id: EngineId, elsewhere: bool) -> None:
+        self.elsewhere = elsewhere
 
     def take(self) -> list[tuple[Any, ...]]:
         calls, self.calls = self.calls, []
@@ -240,10 +245,12 @@ async def test_who_is_not_followed(feeding: Any, why: str) -> None:
         assert at.told.take() == [("live", False)]
         assert at.feed.stats()[P].mode is FeedMode.OFF
         assert at.let_gone == ([] if why == "lease" else [LEASE])
+        assert at.told.elsewhere is (why == "lease")
         at.is_ids = at.leased = True
         at.view = view_of()
         await at.looked()
         assert at.now is at.subscribers[1]
+        assert at.told.elsewhere is False
 
 
 @pytest.mark.parametrize("replay", ["", "tcp://*:6000"])
@@ -283,7 +290,7 @@ async def test_large_events_leave_the_loop_to_others(feeding: Any) -> None:
         many = list(range(20_000))
         await at.now.batch(PagesStored(many, None, many, 1), PagesRemoved(many))
         task.cancel()
-        assert turns >= 2 * 20_000 // kv_feed.SLICE_PAGES
+        assert turns >= 2 * 20_000 // kv_engine_feed.SLICE_PAGES
         held = [call for call in at.told.take() if call[0] == "held"]
         assert held[-1][2] == id_blocks(b"tiny", many, 4)
 
@@ -304,7 +311,7 @@ async def test_many_small_events_are_few_steps_and_none_is_long(feeding: Any) ->
         task = asyncio.ensure_future(other())
         began_s = loop.time()
         await at.now.batch(*(PagesStored(page, page[0] - 1 if page[0] else None, page, 1) for page in pages))
-        assert len([call for call in at.told.take() if call[0] == "held"]) == 4096 // kv_feed.SLICE_PAGES
+        assert len([call for call in at.told.take() if call[0] == "held"]) == 4096 // kv_engine_feed.SLICE_PAGES
         await at.now.batch(
             *(
                 PagesStored([page], None if page == ids[0] else page - 1, [page], 1, Medium.DISK)
@@ -312,12 +319,12 @@ async def test_many_small_events_are_few_steps_and_none_is_long(feeding: Any) ->
                 for page, ids in zip(both, (two, [20_000]), strict=True)
             )
         )
-        assert len([call for call in at.told.take() if call[0] == "held"]) <= 2 * 8192 // kv_feed.SLICE_PAGES
+        assert len([call for call in at.told.take() if call[0] == "held"]) <= 2 * 8192 // kv_engine_feed.SLICE_PAGES
         await at.now.batch(*(PagesRemoved(page) for page in pages))
         lost = [block for call in at.told.take() for block in call[2] if call[0] == "lost"]
         assert len(set(lost)) == len(one) // 4
         task.cancel()
-        assert len(turns) >= 4 * 4096 // kv_feed.SLICE_PAGES
+        assert len(turns) >= 4 * 4096 // kv_engine_feed.SLICE_PAGES
         assert loop.time() - began_s < 1.5
 
 
@@ -333,7 +340,7 @@ async def test_a_slow_step_ends_early(feeding: Any, monkeypatch: pytest.MonkeyPa
                 await asyncio.sleep(0)
 
         task = asyncio.ensure_future(other())
-        monkeypatch.setattr(kv_feed, "STEP_S", 0.0)
+        monkeypatch.setattr(kv_engine_feed, "STEP_S", 0.0)
         await at.now.batch(*(PagesStored([page], None, [page], 1) for page in range(20)))
         assert turns >= 20
         before = turns

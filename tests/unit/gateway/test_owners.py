@@ -10,7 +10,7 @@ import pytest
 from engines.types import EngineFacts, EngineId, EngineSpec, EngineView, Health, Role
 from gateway.owners import Owners
 from routing.index import PrefixIndex
-from routing.ownership import OwnershipListener, Run, Tier
+from routing.ownership import OwnershipListener, RowState, Run, Tier
 from routing.ownership_memory import MemoryOwnership
 from routing.types import RequestView
 from tests.fakes import FACTS
@@ -167,6 +167,22 @@ def test_where_events_say_what_is_held_nothing_is_inferred() -> None:
     assert at.index.held_blocks(P0) == FACTS.max_total_tokens // BLOCK_TOKENS
 
 
+def test_what_came_before_the_evictions_that_made_room_for_it_is_kept() -> None:
+    """Another gateway hears of the evictions: what it says reaches this one after what this one placed itself."""
+    at, _ = owners()
+    at.note(view(), 0.0)
+    full = FACTS.max_total_tokens // BLOCK_TOKENS
+    many = tuple(bytes([n // 250, n % 250]) + b"." * 14 for n in range(full))
+    at.events_elsewhere(P0, True)
+    at.note(view(), 0.0)
+    at.held(P0, Run(b"", many), Tier.DEVICE)
+    keep(at)
+    assert (held(at), held(at, many)) == (len(BLOCKS), full)
+    at.events_elsewhere(P0, False)
+    at.note(view(), 0.0)
+    assert at.index.held_blocks(P0) == full, "nobody says what it evicts: its size does"
+
+
 def test_an_engines_own_word_goes_to_index_and_store() -> None:
     at, store = owners()
     at.note(view(), 0.0)
@@ -253,12 +269,13 @@ def test_a_miss_tells_others_of_this_chain_alone() -> None:
     assert store.owners(old, 0.0) == {P0: 3}, "nobody saw that"
 
 
-def test_where_events_are_followed_a_miss_ends_this_chain_and_no_other() -> None:
+@pytest.mark.parametrize("here", [True, False])
+def test_where_events_are_followed_a_miss_ends_this_chain_and_no_other(here: bool) -> None:
     at, store = owners()
     old = tuple(b"o%d" % number + b"." * 14 for number in range(3))
     keep(at, old)
     keep(at)
-    at.events_live(P0, True)
+    (at.events_live if here else at.events_elsewhere)(P0, True)
     claim = at.promise(view(), request(), 0.0)
     told: list[bytes] = []
     at.index.add_held = lambda *_: None  # type: ignore[method-assign]
@@ -266,6 +283,24 @@ def test_where_events_are_followed_a_miss_ends_this_chain_and_no_other() -> None
     at.kept(view(), request(), claim, 0.0, len(BLOCKS) * BLOCK_TOKENS, BLOCK_TOKENS)
     assert (held(at), held(at, old)) == (1, 3)
     assert told == list(BLOCKS[1:])
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_where_events_are_followed_they_alone_are_told_to_others(here: bool) -> None:
+    """What a request left there may be evicted before that is written: only the events say it in their order."""
+    at, store = owners()
+    at.note(view(), 0.0)
+    (at.events_live if here else at.events_elsewhere)(P0, True)
+    keep(at)
+    assert held(at) == len(BLOCKS), "this gateway need not wait for them"
+    assert store.owners(BLOCKS, 0.0) == {}
+    assert not list(store.snapshot(0.0)), "nor is it pending any more"
+    at.engine_held(P0, 1, BLOCKS, Tier.DEVICE)
+    (row,) = store.snapshot(0.0)
+    claim = at.promise(view(), request(), 500.0)
+    at.kept(view(), request(), claim, 500.0, 0, None)
+    (later,) = [each for each in store.snapshot(500.0) if each.state is RowState.HELD]
+    assert later.expires_s > row.expires_s, "a hit prolongs what they said"
 
 
 def test_events_bound_every_tier() -> None:
