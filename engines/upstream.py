@@ -243,8 +243,11 @@ def _of_head(error: Exception, url: str) -> UpstreamError:
     if isinstance(error, OSError) and error.errno in _OUT_OF_DESCRIPTORS:
         # No fault of the server's, of which nothing was asked.
         return UpstreamError(FailureKind.STATUS, f"{url}: the gateway is out of file descriptors", definite=True)
+    if isinstance(error, aiohttp.ConnectionTimeoutError):
+        # Not refused: the host may be gone, or both hosts so busy that this loop was late.
+        return UpstreamError(FailureKind.TIMEOUT, f"{url}: {error}", definite=True)
     # A ValueError is a URL without a meaning, sometimes noticed by the resolver only.
-    if isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, ValueError)):
+    if isinstance(error, (aiohttp.ClientConnectorError, ValueError)):
         return UpstreamError(FailureKind.CONNECT, f"{url}: {error}", definite=True)
     if isinstance(error, aiohttp.ClientResponseError):
         return UpstreamError(FailureKind.GARBLED, f"{url}: not an HTTP answer: {_one_line(error.message)}")

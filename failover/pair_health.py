@@ -134,7 +134,7 @@ def against_the_pair(outcomes: Iterable[Outcome]) -> Against | None:
     """
     found: Against | None = None
     for outcome in outcomes:
-        if outcome.kind in _ITS_SERVER_IS_GONE:
+        if outcome.kind in _ITS_SERVER_IS_GONE or (outcome.kind is FailureKind.TIMEOUT and outcome.definite):
             return None
         if classify(outcome) is Fault.ENGINE and _ON_THE_WAY.search(outcome.message):
             found = Against(outcome.message[-200:])

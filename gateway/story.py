@@ -69,7 +69,7 @@ class AttemptObserver:
 
     def noted(self, outcome: Outcome) -> None:
         self._note.note(outcome)
-        silent = outcome.kind is FailureKind.TIMEOUT
+        silent = outcome.kind is FailureKind.TIMEOUT and not outcome.definite
         if silent and asyncio.get_running_loop().time() >= self._story.deadline_s:
             return  # the request had no more time: no server is at fault
         self._gw.metrics.leg_failed(outcome)

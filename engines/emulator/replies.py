@@ -148,7 +148,7 @@ class StreamReply:
             self._unsent += events
             if not self.first.done():
                 self.first.set_result(None)
-        else:
+        elif not self._transport.is_closing():  # uvloop raises, and who pumps would drop what is others'
             self._transport.write(b"%x\r\n%b\r\n" % (len(events), events))
 
     def _is_due(self, live: Live) -> bool:

@@ -317,7 +317,7 @@ async def test_connect_timeout_is_definite(make: Make) -> None:
             with pytest.raises(UpstreamError) as caught:
                 await client.open("GET", f"http://127.0.0.1:{full.getsockname()[1]}")
     await client.close()
-    assert (caught.value.kind, caught.value.definite) == (FailureKind.CONNECT, True)
+    assert (caught.value.kind, caught.value.definite) == (FailureKind.TIMEOUT, True)
 
 
 async def close_at_once(connection: Connection) -> None:

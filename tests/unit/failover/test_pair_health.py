@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from itertools import pairwise, product
 from random import Random
 
@@ -94,6 +96,7 @@ BY_TRANSFER = outcome(FailureKind.STATUS, LOST, status=500)
             for kind in (FailureKind.CONNECT, FailureKind.RESET, FailureKind.TRUNCATED)
         ],
         ([BY_TRANSFER, outcome(FailureKind.RESET, "gone")], False),
+        ([replace(outcome(FailureKind.TIMEOUT, "no connection in time"), definite=True), BY_TRANSFER], False),
         ([], False),
     ],
 )
