@@ -89,6 +89,12 @@ def culprit(outcome: Outcome, pair: tuple[EngineId, EngineId]) -> EngineId:
     return prefill if outcome.leg is Leg.DECODE else decode
 
 
+def names_nobody(outcome: Outcome) -> bool:
+    """Whether KV was lost between two servers and neither is named: each of them may be what broke it."""
+    by_transfer = re.search(_TRANSFER, outcome.message, re.IGNORECASE)
+    return bool(by_transfer) and not _AGAINST_THE_PEER.search(outcome.message)
+
+
 def may_be_a_death(outcome: Outcome) -> bool:
     """Whether a leg's failure looks like the end of its server while it worked on this request.
 
@@ -153,8 +159,8 @@ def decide(outcome: Outcome, pair: tuple[EngineId, EngineId], history: History) 
     """Whether the request of a failed attempt on `pair` is tried again, and where not.
 
     Once the client has a byte it is not: it may be continued. Neither happens after a caller's fault, or with less
-    than 50 ms left. `outcome` is of the leg that is at fault; the pair is excluded as well, as the other leg may be
-    what the failed one met.
+    than 50 ms left. `outcome` is of the leg that is at fault. Where it names no server the pair is excluded, and both
+    its members are avoided as far as there are others (`routing/filters.py`).
     """
     fault = classify(outcome)
     if fault is Fault.CALLER:
@@ -166,15 +172,13 @@ def decide(outcome: Outcome, pair: tuple[EngineId, EngineId], history: History) 
     exhausted = history.attempts >= history.max_attempts or history.continuations >= MAX_CONTINUATIONS
     if exhausted or (fault is Fault.OURS and history.own_faults > 1):
         return last_word(fault)
-    keep_engine = fault is Fault.OURS
+    verdict = Verdict.CONTINUE if history.committed else Verdict.RETRY
     delay_s = _BACKOFF_S[min(history.attempts, len(_BACKOFF_S)) - 1]
-    return Decision(
-        Verdict.CONTINUE if history.committed else Verdict.RETRY,
-        fault,
-        excluded_engine=None if keep_engine else culprit(outcome, pair),
-        excluded_pair=None if keep_engine else pair,
-        delay_s=delay_s,
-    )
+    if fault is Fault.OURS:
+        return Decision(verdict, fault, delay_s=delay_s)
+    if names_nobody(outcome):
+        return Decision(verdict, fault, excluded_pair=pair, delay_s=delay_s)
+    return Decision(verdict, fault, excluded_engine=culprit(outcome, pair), delay_s=delay_s)
 
 
 def last_word(fault: Fault) -> Decision:

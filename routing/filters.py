@@ -14,7 +14,11 @@ from routing.types import Dropped, RequestView
 def filter_engines(
     request: RequestView, views: Iterable[EngineView]
 ) -> tuple[tuple[EngineView, ...], tuple[Dropped, ...]]:
-    """The engines that may serve `request`, in order, and the others with the first reason against each."""
+    """The engines that may serve `request`, in order, and the others with the first reason against each.
+
+    A pair is excluded where either of its members may be what failed: while there are others of their role that have
+    not, these are left out as well.
+    """
     kept = []
     dropped = []
     for view in views:
@@ -23,7 +27,11 @@ def filter_engines(
             kept.append(view)
         else:
             dropped.append(Dropped(view.engine_id, reason))
-    return tuple(kept), tuple(dropped)
+    doubted = {engine_id for pair in request.excluded_pairs for engine_id in pair}
+    free = {view.spec.role for view in kept if view.engine_id not in doubted}
+    avoided = {view.engine_id for view in kept if view.engine_id in doubted and view.spec.role in free}
+    dropped += [Dropped(engine_id, "this request has failed on a pair with it before") for engine_id in sorted(avoided)]
+    return tuple(view for view in kept if view.engine_id not in avoided), tuple(dropped)
 
 
 def objection(request: RequestView, view: EngineView) -> str | None:

@@ -89,7 +89,23 @@ def test_an_engines_failure_is_tried_elsewhere() -> None:
     decision = decide(outcome(), (P, D), history())
     assert decision.verdict is Verdict.RETRY
     assert decision.excluded_engine == D
-    assert decision.excluded_pair == (P, D)
+    assert decision.excluded_pair is None, "the prefill may be used again, and has the prefix"
+
+
+@pytest.mark.parametrize(
+    ("message", "nobody"),
+    [
+        ("Decode transfer failed for request rank=0: KVTransferError(7): partial", True),
+        ("Prefill bootstrap failed for request", True),
+        ("KVTransferError(7): Failed to send kv chunk", False),
+        ("Decode handshake failed for request", False),
+        ("some assertion", False),
+    ],
+)
+def test_lost_kv_that_names_no_server_is_tried_without_either(message: str, nobody: bool) -> None:
+    decision = decide(outcome(status=500, message=message), (P, D), history())
+    assert decision.verdict is Verdict.RETRY
+    assert (decision.excluded_engine is None, decision.excluded_pair) == ((True, (P, D)) if nobody else (False, None))
 
 
 def test_a_callers_fault_goes_to_the_client_and_is_never_retried() -> None:

@@ -77,3 +77,19 @@ def test_a_prompt_that_just_fits_is_kept() -> None:
     facts = replace(FACTS, max_total_tokens=12_350, context_tokens=12_001)
     assert objection(request(), view("d0", Role.DECODE, facts=facts)) is None
     assert objection(request(), view("p0", Role.PREFILL, facts=replace(facts, max_total_tokens=12_000))) is None
+
+
+def test_who_failed_as_a_pair_is_avoided_while_there_are_others() -> None:
+    p0, p1, d0, d1 = (
+        view("p0", Role.PREFILL),
+        view("p1", Role.PREFILL),
+        view("d0", Role.DECODE),
+        view("d1", Role.DECODE),
+    )
+    once = request(excluded_pairs=frozenset({(p0.engine_id, d0.engine_id)}))
+    kept, dropped = filter_engines(once, (p0, p1, d0, d1))
+    assert kept == (p1, d1)
+    assert [each.reason for each in dropped] == ["this request has failed on a pair with it before"] * 2
+    assert filter_engines(once, (p0, d0, d1))[0] == (p0, d1), "the only prefill may not be what failed"
+    twice = replace(once, excluded_pairs=once.excluded_pairs | {(p1.engine_id, d1.engine_id)})
+    assert filter_engines(twice, (p0, p1, d0, d1))[0] == (p0, p1, d0, d1), "the other pairs are left"
