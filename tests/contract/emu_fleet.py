@@ -14,6 +14,7 @@ import orjson
 
 from engines.emulator.process import EmulatedServer
 from engines.types import Role
+from tests.warm import WarmServer
 
 _rooms = itertools.count(1000)
 JSON = {"Content-Type": "application/json"}
@@ -111,8 +112,8 @@ async def until(condition: Callable[[], Awaitable[bool]], within_s: float = 5.0)
 @asynccontextmanager
 async def emu_fleet(speed: float, arguments: tuple[str, ...] = (), plain: bool = False) -> AsyncIterator[EmuFleet]:
     """A running pair (and a plain server as `extra[0]`)."""
-    servers = [EmulatedServer(role, speed=speed, arguments=arguments) for role in (Role.PREFILL, Role.DECODE)]
-    servers += [EmulatedServer(Role.PLAIN, speed=speed, arguments=arguments)] if plain else []
+    servers = [WarmServer(role, speed=speed, arguments=arguments) for role in (Role.PREFILL, Role.DECODE)]
+    servers += [WarmServer(Role.PLAIN, speed=speed, arguments=arguments)] if plain else []
     try:
         for server in servers:
             await server.launch()

@@ -15,6 +15,7 @@ from engines.emulator.process import EmulatedServer
 from engines.emulator.rank import CRASH_STATUS
 from engines.types import Role
 from tests.contract.emu_fleet import EmuFleet, emu_fleet, until
+from tests.warm import WarmServer
 
 SPEED = 20.0
 UNKNOWN_RANK = "Bootstrap info not found for dp_rank=3 cp_rank=3 tp_rank=3 pp_rank=3"
@@ -114,7 +115,7 @@ async def test_a_room_without_a_host_kills_the_decode() -> None:
 
 
 async def test_another_page_size_kills_the_decode_at_the_first_request() -> None:
-    async with emu_fleet(SPEED) as fleet, EmulatedServer(Role.DECODE, arguments=("--page-size", "16")) as other:
+    async with emu_fleet(SPEED) as fleet, WarmServer(Role.DECODE, arguments=("--page-size", "16")) as other:
         with pytest.raises(aiohttp.ClientError):
             await fleet.post(other, "/generate", fleet.with_room(SHORT))
         assert await other.wait() == CRASH_STATUS
@@ -185,7 +186,7 @@ async def test_sigterm_drains() -> None:
 
 
 async def test_a_wrong_key_is_refused_and_unknown_paths_are_fastapis() -> None:
-    async with EmulatedServer(Role.PLAIN, arguments=("--api-key", "secret")) as server, aiohttp.ClientSession() as http:
+    async with WarmServer(Role.PLAIN, arguments=("--api-key", "secret")) as server, aiohttp.ClientSession() as http:
         async with http.get(server.url + "/v1/models") as reply:
             assert (reply.status, await reply.json()) == (401, {"error": "Unauthorized"})
         headers = {"Authorization": "Bearer secret"}
@@ -199,7 +200,7 @@ async def test_a_wrong_key_is_refused_and_unknown_paths_are_fastapis() -> None:
 
 async def test_the_bootstrap_server_answers_as_recorded() -> None:
     query = "prefill_dp_rank={0}&prefill_cp_rank={0}&target_tp_rank={0}&target_pp_rank={0}"
-    async with EmulatedServer(Role.PREFILL) as server, aiohttp.ClientSession() as http:
+    async with WarmServer(Role.PREFILL) as server, aiohttp.ClientSession() as http:
         url = f"http://127.0.0.1:{server.bootstrap_port}"
         async with http.get(f"{url}/health") as reply:
             assert (reply.status, await reply.text()) == (200, "OK")

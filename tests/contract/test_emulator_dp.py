@@ -17,12 +17,12 @@ import pytest_asyncio
 import zmq
 import zmq.asyncio
 
-from engines.emulator.process import EmulatedServer
 from engines.emulator.rank import CRASH_STATUS
 from engines.kv_events import decode_batch
 from engines.types import Role
 from tests.contract.emu_fleet import EmuFleet, Reply, emu_fleet, until
 from tests.redis_servers import free_port
+from tests.warm import WarmServer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -231,7 +231,7 @@ async def test_a_flush_empties_every_rank(fleet: EmuFleet) -> None:
 
 async def test_a_request_without_a_room_kills_a_prefill_unless_it_names_a_rank(fleet: EmuFleet) -> None:
     roomless = {"text": "hi"}
-    async with EmulatedServer(Role.PREFILL, speed=SPEED, arguments=DP) as prefill:
+    async with WarmServer(Role.PREFILL, speed=SPEED, arguments=DP) as prefill:
         for server, fields in ((fleet.decode, {}), (prefill, {"routed_dp_rank": 0}), (prefill, {"routed_dp_rank": 1})):
             reply = await fleet.post(server, "/generate", {**roomless, **fields})
             assert reply.status == 400
@@ -254,7 +254,7 @@ async def test_each_rank_publishes_its_events_on_its_own_port(fleet: EmuFleet) -
     port = free_port(beside=1)
     config = f'{{"publisher": "zmq", "endpoint": "tcp://*:{port}"}}'
     context = zmq.asyncio.Context()
-    async with EmulatedServer(Role.PREFILL, speed=SPEED, arguments=(*DP, "--kv-events-config", config)) as prefill:
+    async with WarmServer(Role.PREFILL, speed=SPEED, arguments=(*DP, "--kv-events-config", config)) as prefill:
         about = (await fleet.get(prefill, "/server_info"))["kv_events"]
         assert (about["endpoint_port_base"], about["dp_size"]) == (port, 2)
         try:

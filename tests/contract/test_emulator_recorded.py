@@ -24,6 +24,7 @@ from engines.emulator.process import EmulatedServer
 from engines.types import Role
 from tests.conformance.compare import differences, reduced
 from tests.conformance.stage import Call, Stage
+from tests.warm import WarmServer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -42,8 +43,8 @@ async def pair() -> AsyncIterator[tuple[EmulatedServer, EmulatedServer]]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in LIMITS.items():
             patch.setenv(name, value)
-        prefill = EmulatedServer(Role.PREFILL, speed=SPEED, arguments=("--model", "tiny"))
-        decode = EmulatedServer(
+        prefill = WarmServer(Role.PREFILL, speed=SPEED, arguments=("--model", "tiny"))
+        decode = WarmServer(
             Role.DECODE, speed=SPEED, arguments=("--model", "tiny"), bootstrap_port=prefill.bootstrap_port
         )
         try:

@@ -24,6 +24,7 @@ from engines.token_rule import (
 )
 from engines.types import Role
 from tests.contract.emu_fleet import EmuFleet, Reply, emu_fleet, until
+from tests.warm import WarmServer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -290,7 +291,7 @@ async def read_until_cut(fleet: EmuFleet, server: EmulatedServer, path: str, bod
 @pytest.mark.parametrize(("path", "at"), PLACES)
 async def test_a_server_dies_at_a_place(fleet: EmuFleet, path: str, at: str) -> None:
     """What was written before is out; the whole server is gone."""
-    server = EmulatedServer(Role.PLAIN, speed=50.0)
+    server = WarmServer(Role.PLAIN, speed=50.0)
     await server.launch()
     try:
         await server.wait_ready()

@@ -31,6 +31,7 @@ from gateway.kv_feed import KvFeed
 from routing.ownership import Tier
 from routing.prefix import Namespace, id_blocks, root_hash
 from tests.contract.emu_fleet import EmuFleet, emu_fleet
+from tests.warm import WarmServer
 
 BLOCK = 16
 LOCAL = "http://127.0.0.1:1"
@@ -430,7 +431,7 @@ def publish_args(replay: bool, **more: object) -> tuple[str, ...]:
 @asynccontextmanager
 async def plain_fleet(arguments: tuple[str, ...]) -> AsyncIterator[EmuFleet]:
     """One plain server in the place of a pair: half as many processes to start."""
-    server = EmulatedServer(Role.PLAIN, speed=50.0, arguments=arguments)
+    server = WarmServer(Role.PLAIN, speed=50.0, arguments=arguments)
     async with server, aiohttp.ClientSession() as http:
         yield EmuFleet(server, server, http)
 

@@ -6,13 +6,10 @@ Phases are reached by holds, and `held` says that one was. No process outlives i
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
-import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
-from ctypes import CDLL
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +23,7 @@ from engines.emulator.process import EmulatedServer, free_ports
 from engines.types import Role
 from tests.scenarios.history import judge
 from tests.scenarios.recorder import Recorder
+from tests.warm import WarmProcess, WarmServer, start
 
 SPEED = 20.0
 """Emulated servers run so many times faster than SGLang, its timeouts included."""
@@ -40,7 +38,6 @@ READY_S = 20.0
 ROOT = Path(__file__).parents[2]
 _POLL_S = 0.03
 _LOG_TAIL_BYTES = 3_000
-_PR_SET_PDEATHSIG = 1
 _UNCLEAN = ("Traceback", "crashed", "never retrieved", " ERROR ")
 _running: list[Cluster] = []
 
@@ -86,19 +83,12 @@ class GatewayProcess:
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
         self._arguments = arguments
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: WarmProcess | None = None
 
     async def launch(self) -> None:
-        command = (sys.executable, "-m", "gateway", "serve", "--pd-disaggregation", "--host", "127.0.0.1")
+        flags = ("serve", "--pd-disaggregation", "--host", "127.0.0.1", "--port", str(self.port), *self._arguments)
         with self.log.open("ab") as log:
-            self._process = await asyncio.create_subprocess_exec(
-                *(*command, "--port", str(self.port), *self._arguments),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                cwd=ROOT,
-                preexec_fn=_die_with_parent,
-            )
+            self._process = start("gateway", flags, log.fileno())
 
     @property
     def pid(self) -> int:
@@ -154,9 +144,9 @@ class Cluster:
         replicas: int = 1,
     ) -> None:
         flags = ("--chunked-prefill-size", "64", *engine)
-        self.prefills = [EmulatedServer(Role.PREFILL, speed=speed, arguments=flags) for _ in range(prefills)]
+        self.prefills = [WarmServer(Role.PREFILL, speed=speed, arguments=flags) for _ in range(prefills)]
         decode_flags = (*flags, *decode)
-        self.decodes = [EmulatedServer(Role.DECODE, speed=speed, arguments=decode_flags) for _ in range(decodes)]
+        self.decodes = [WarmServer(Role.DECODE, speed=speed, arguments=decode_flags) for _ in range(decodes)]
         self.recorders = {server.url: Recorder(server.url) for server in self.servers} if recorded else {}
         self._folder = tempfile.TemporaryDirectory(prefix="pdgate-scenario-")
         folder, arguments = Path(self._folder.name), self._arguments(gateway)
@@ -164,6 +154,8 @@ class Cluster:
         self._exit = AsyncExitStack()
         self._holds: list[Hold] = []
         self._pids: dict[str, int] = {}
+        self._died_s: dict[int, float] = {}
+        """When the processes that were killed here had ended, on the loop's clock, by their pids."""
         self.secrets: list[Secret] = []
         """What the keys of sampled answers are made of, of every server that has run."""
         self.http: aiohttp.ClientSession
@@ -201,7 +193,7 @@ class Cluster:
         self._exit.push_async_callback(self.http.close)
         await self.ready()
         for server in self.servers:
-            await self._learn_secret(server)
+            await self._learn_secret(server, 0.0)
         self._pids = {gateway.url: gateway.pid for gateway in self.gateways}
 
     async def __aexit__(
@@ -268,20 +260,24 @@ class Cluster:
     async def kill(self, server: EmulatedServer, number: signal.Signals = signal.SIGKILL) -> None:
         """End a server's process; returns when it has ended."""
         await server.kill(number)
+        self._died_s[server.pid] = asyncio.get_running_loop().time()
 
     async def restart(self, server: EmulatedServer) -> None:
         """A new process in a server's place: of a prefill only after decodes have forgotten the old one."""
         await server.kill()
         if server.role is Role.PREFILL:
-            await asyncio.sleep(HEARTBEATS_S)  # the downtime is what is wanted here
+            now_s = asyncio.get_running_loop().time()
+            gone_s = now_s - self._died_s.pop(server.pid, now_s)
+            await asyncio.sleep(HEARTBEATS_S - gone_s)  # the downtime is what is wanted here
+        from_s = asyncio.get_running_loop().time()
         await server.start()
-        await self._learn_secret(server)
+        await self._learn_secret(server, from_s)
 
-    async def _learn_secret(self, server: EmulatedServer) -> None:
+    async def _learn_secret(self, server: EmulatedServer, from_s: float) -> None:
+        """Ask a server for its secret; the process that has it was started at `from_s`, and none ran then."""
         async with self.http.get(server.url + "/emulator/secret") as reply:
             told = await reply.json()
-        now_s = asyncio.get_running_loop().time()
-        self.secrets.append(Secret(self.name(server), now_s, bytes.fromhex(told["secret"]), told["deterministic"]))
+        self.secrets.append(Secret(self.name(server), from_s, bytes.fromhex(told["secret"]), told["deterministic"]))
 
     def killed_gateways(self) -> list[str]:
         """The URLs of the replicas that are not the processes any more that they were at the last call."""
@@ -430,9 +426,3 @@ class Cluster:
 
 def _fits(sample: Any, name: str, labels: dict[str, str]) -> bool:
     return sample.name == name and labels.items() <= sample.labels.items()
-
-
-def _die_with_parent() -> None:
-    CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == 1:
-        os._exit(1)

@@ -1,4 +1,4 @@
-"""The fleets that scenarios share, healed after each, and the gateway's log in the report of what fails."""
+"""The fleets that tests of a module share, healed after each, and the gateway's log in the report of what fails."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> 
     return report
 
 
-@pytest_asyncio.fixture(scope="package", loop_scope="session")
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def shared_two_pairs() -> AsyncIterator[Cluster]:
     async with Cluster(2, 2) as started:
         yield started
 
 
-@pytest_asyncio.fixture(scope="package", loop_scope="session")
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def shared_one_pair() -> AsyncIterator[Cluster]:
     async with Cluster(1, 1) as started:
         yield started
@@ -47,7 +47,7 @@ async def one_pair(shared_one_pair: Cluster) -> AsyncIterator[Cluster]:
     await shared_one_pair.heal()
 
 
-@pytest_asyncio.fixture(scope="package", loop_scope="session")
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def shared_watched() -> AsyncIterator[Cluster]:
     async with Cluster(1, 1, recorded=True) as started:
         yield started

@@ -13,7 +13,7 @@ from engines.types import Leg
 from tests.scenarios.cluster import Cluster, eventually
 from tests.scenarios.phases import PREFILL_CHUNK, TOKEN, Asked, hold_at, pair_of
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.alone]
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 DRAINED_S = 5.0
 
@@ -57,7 +57,7 @@ async def test_a_drained_prefill_is_restarted_under_running_streams(two_pairs: C
     await two_pairs.kill(prefill, signal.SIGTERM)
     for asked in (*held.asked, *running):
         (await asked.finish()).check_whole(asked.truth, attempts=1)
-    await prefill.start()
+    await two_pairs.restart(prefill)
     await served_elsewhere(two_pairs, Leg.PREFILL, prefill)
     assert (await drain(two_pairs, prefill, "/admin/undrain"))["drain"] is None
     await two_pairs.ready()

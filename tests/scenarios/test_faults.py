@@ -25,7 +25,7 @@ from tests.scenarios.phases import (
     pair_of,
 )
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.alone]
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 each_leg = pytest.mark.parametrize("leg", tuple(Leg), ids=str)
 each_mode = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])

@@ -10,7 +10,7 @@ from engines.types import Role
 from tests.scenarios.cluster import HEARTBEATS_S, Cluster
 from tests.scenarios.phases import RESERVED, TOKEN, Asked, hold_at
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.alone]
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 SERVED_S = 10.0
 

@@ -25,7 +25,7 @@ from tests.scenarios.phases import (
     noticed,
 )
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.alone]
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 each_phase = pytest.mark.parametrize("phase", PHASES, ids=str)
 each_victim = pytest.mark.parametrize("victim", tuple(Leg), ids=str)

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import orjson
@@ -23,6 +25,7 @@ from tests.scenarios.client import (
     ask,
     chat,
     completion,
+    continued,
     expected_text,
     new_prompt,
 )
@@ -30,7 +33,7 @@ from tests.scenarios.cluster import Cluster, eventually
 from tests.scenarios.phases import PHASES, RESERVED, TOKEN, Asked, hold_at
 from tests.scenarios.recorder import Call
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.alone]
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 FREED_S = 4.0
 """Only aborts free a server so soon: connections are closed after 5 s, and servers give up after 15 (300 in life)."""
@@ -151,8 +154,9 @@ def told(calls: list[Call]) -> list[Call]:
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, GENERATE])
 async def test_a_token_is_with_its_client_before_the_next_is_made(one_pair: Cluster, path: str) -> None:
     (decode,) = one_pair.decodes
-    holds = [await one_pair.hold(decode, TOKEN.stage, k) for k in (1, 4, 9)]
-    prompt = new_prompt()
+    shown_at = (1, 4, 9)
+    holds = [await one_pair.hold(decode, TOKEN.stage, k) for k in shown_at]
+    prompt = next(prompt for prompt in iter(new_prompt, "") if all_show(path, prompt, shown_at))
     bodies = {
         CHAT: chat(prompt, 20, stream=True),
         COMPLETIONS: completion(prompt, 20, stream=True),
@@ -168,6 +172,12 @@ async def test_a_token_is_with_its_client_before_the_next_is_made(one_pair: Clus
         await one_pair.release(hold)
     await asking
     assert answer.done == 1
+
+
+def all_show(path: str, prompt: str, counts: Sequence[int]) -> bool:
+    """Whether so many tokens of its answer are each more text than the last: not the first half of a character."""
+    texts = [(expected_text if path == CHAT else continued)(prompt, count).rstrip("\ufffd") for count in (0, *counts)]
+    return all(len(more) > len(text) for text, more in pairwise(texts))
 
 
 async def _more(answer: Answer, seen: list[int]) -> str:

@@ -15,7 +15,7 @@ from tests.redis_servers import RedisServer
 from tests.scenarios.client import ask, chat, expected_text, new_prompt
 from tests.scenarios.cluster import Cluster, GatewayProcess, eventually
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.alone]
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 LONG = 3000
 """Bytes of a prompt of many blocks; a token is guessed at four of them."""

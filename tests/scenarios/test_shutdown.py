@@ -13,7 +13,7 @@ from tests.scenarios.client import ask, chat, expected_text, new_prompt
 from tests.scenarios.cluster import Cluster, eventually
 from tests.scenarios.phases import RESERVED, TOKEN, hold_at, noticed
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.alone]
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 PATIENCE_S = 0.7
 

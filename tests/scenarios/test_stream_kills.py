@@ -22,7 +22,7 @@ from tests.scenarios.client import CHAT, COMPLETIONS, GENERATE, Answer, ask, cha
 from tests.scenarios.cluster import Cluster, eventually
 from tests.scenarios.test_exact_ids import joined
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.alone]
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 ROUTES = (CHAT, COMPLETIONS, GENERATE)
 TOKENS = 120
@@ -190,7 +190,9 @@ def _is_half_open(sample: Any) -> bool:
     return sample.name == "pdgate_engine_health" and sample.labels["health"] != "ready"
 
 
-async def kill_under_load(cluster: Cluster, rng: Random, streams: int, at_ratio: float, report: list[str]) -> int:
+async def kill_under_load(
+    cluster: Cluster, rng: Random, streams: int, at_ratio: float, report: list[str], tokens: int
+) -> int:
     """Kill a decode when so much of `streams` streams has come; how many ran on it then."""
     await proved(cluster)
     answers = [Answer() for _ in range(streams)]
@@ -198,10 +200,10 @@ async def kill_under_load(cluster: Cluster, rng: Random, streams: int, at_ratio:
     victim: EmulatedServer = rng.choice(cluster.decodes)
     other = next(server for server in cluster.decodes if server is not victim)
     work = [
-        spawn(ask(cluster.http, cluster.url, body_of(path, new_prompt(), **sampling), path, answer), "a stream")
+        spawn(ask(cluster.http, cluster.url, body_of(path, new_prompt(), tokens, **sampling), path, answer), "a stream")
         for (path, sampling), answer in zip(plans, answers, strict=True)
     ]
-    at_tokens = at_ratio * TOKENS
+    at_tokens = at_ratio * tokens
 
     async def missing() -> str:
         came = sum(len(answer.events) for answer in answers) / streams
@@ -224,7 +226,8 @@ async def kill_under_load(cluster: Cluster, rng: Random, streams: int, at_ratio:
 
 
 async def test_streams_survive_kills(exact: Cluster) -> None:
-    await _kills(exact, 24, (0.3, 0.7), seed=1)
+    """Longer ones, so that even a client that reads late kills in the middle of most."""
+    await _kills(exact, 24, (0.3, 0.7), seed=1, tokens=3 * TOKENS)
 
 
 @pytest.mark.long
@@ -236,10 +239,10 @@ async def test_two_thousand_streams_survive_their_decodes(exact: Cluster, seed: 
     await _kills(exact, 44, [rng.uniform(0.0, 0.95) for _ in range(50)], seed)
 
 
-async def _kills(cluster: Cluster, streams: int, at_ratios: Sequence[float], seed: int) -> None:
+async def _kills(cluster: Cluster, streams: int, at_ratios: Sequence[float], seed: int, tokens: int = TOKENS) -> None:
     rng, report, broken = Random(seed), list[str](), 0
     for at_ratio in at_ratios:
-        broken += await kill_under_load(cluster, rng, streams, at_ratio, report)
+        broken += await kill_under_load(cluster, rng, streams, at_ratio, report, tokens)
     print(f"{len(at_ratios)} kills, {broken} streams broken, {len(report)} not whole")
     assert not report, "\n".join(report)
     assert broken > 4 * len(at_ratios), "the kills were hardly felt"
