@@ -39,6 +39,7 @@ class AdminServer:
         add("DELETE", "/emulator/hold/{hold_id}", self._release)
         add("POST", "/emulator/fault", self._set_fault)
         add("DELETE", "/emulator/fault", self._clear_faults)
+        add("DELETE", "/emulator/fault/{fault_id}", self._remove_fault)
 
     async def _ledger(self, request: web.Request) -> web.Response:
         ledgers = [rank.node.pool.ledger() for rank in self._engine.ranks]
@@ -59,8 +60,11 @@ class AdminServer:
         body = await read_json(request.path, request)
         try:
             hold = self._engine.holds.arm(str(body["stage"]), int(body.get("k", 1)), str(body.get("rid", "")))
+            for_s = float(body.get("for_s", 0.0))
         except (KeyError, ValueError) as error:
             raise BadRequest({"error": str(error)}) from error
+        if for_s > 0:
+            self._engine.loop.call_later(for_s, self._engine.release, hold)
         return json_response({"hold_id": hold.hold_id})
 
     async def _hold(self, request: web.Request) -> web.Response:
@@ -88,6 +92,10 @@ class AdminServer:
                 after_tokens=int(body.get("after_tokens", 0)),
                 at=str(body.get("at", "token")),
                 rid=str(body.get("rid", "")),
+                pause_s=float(body.get("pause_s", 0.0)),
+                tokens=int(body.get("tokens", 0)),
+                word=str(body.get("word", "")),
+                fault_id=str(body.get("fault_id", "")),
             )
             self._engine.faults.set(fault)
         except (KeyError, ValueError) as error:
@@ -96,6 +104,10 @@ class AdminServer:
 
     async def _clear_faults(self, request: web.Request) -> web.Response:
         self._engine.faults.clear()
+        return json_response({})
+
+    async def _remove_fault(self, request: web.Request) -> web.Response:
+        self._engine.faults.remove(request.match_info["fault_id"])
         return json_response({})
 
     def _find(self, request: web.Request) -> Hold:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from engines.emulator.kv_publisher import parse_config
 from engines.timing import PROFILES, EngineProfile
@@ -39,6 +40,8 @@ class Options:
     incremental_streaming_output: bool = False
     reasoning_parser: str = ""
     chat_template: str = ""
+    kv_port: int = 0
+    kv_via: Mapping[str, str] = field(default_factory=dict)
     launch_command: str = ""
 
     @property
@@ -50,6 +53,17 @@ class Options:
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of one server; sizes left out come from the profile."""
     parser.add_argument("--bootstrap-port", type=int, default=8998, help="port of a prefill's bootstrap server")
+    parser.add_argument(
+        "--kv-port", type=int, default=0, help="where a decode takes KV; of DP rank i it is i higher (default: any)"
+    )
+    parser.add_argument(
+        "--kv-via",
+        type=_by_way,
+        action="append",
+        default=[],
+        metavar="HOST:PORT=HOST:PORT",
+        help="a prefill sends KV for a decode's address to another one, of a proxy between them; repeatable",
+    )
     add_model_arguments(parser)
 
 
@@ -86,6 +100,14 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _by_way(text: str) -> tuple[str, str]:
+    """An address, and the one to go to instead."""
+    address, equals, way = text.partition("=")
+    if not equals:
+        raise ValueError(text)
+    return address, way
+
+
 def options_from(args: argparse.Namespace, role: Role, port: int, random_seed: int, command: str) -> Options:
     """The options that parsed `args` mean; ValueError for sizes that cannot be."""
     profile = PROFILES[args.profile]
@@ -115,6 +137,8 @@ def options_from(args: argparse.Namespace, role: Role, port: int, random_seed: i
         incremental_streaming_output=args.incremental_streaming_output,
         reasoning_parser=args.reasoning_parser,
         chat_template=args.chat_template,
+        kv_port=args.kv_port,
+        kv_via=dict(args.kv_via),
         launch_command=command,
     )
     parse_config(options.kv_events_config)

@@ -46,6 +46,7 @@ class Engine:
         shared = Shared(options, self.timeouts, self.secret, self.holds, self.faults, self._ended)
         self.ranks = [Rank(number, shared) for number in range(options.dp_size)]
         self._turn = 0
+        self.faults.on_change = self._faults_changed
 
     @property
     def now_s(self) -> float:
@@ -92,6 +93,15 @@ class Engine:
             hold.resume()
         elif job is not None:
             self.ranks[self.live[job.rid].dp_rank or 0].release_hold(job)
+
+    def _faults_changed(self) -> None:
+        """Let every rank have the faults that stand now."""
+        standing = self.faults.standing
+        for rank in self.ranks:
+            rank.stuck = bool(standing("stuck"))
+            rank.pause_s = sum(fault.pause_s for fault in standing("slow_scheduler"))
+            rank.node.pool.leak(sum(fault.tokens for fault in standing("leak")))
+            rank.poke()
 
     def _ended(self, live: Live) -> None:
         del self.live[live.rid]

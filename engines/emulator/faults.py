@@ -98,7 +98,9 @@ class Holds:
 
 
 STREAM_FAULTS = ("truncate_stream", "error_event", "stall", "die")
-FAULTS = frozenset({"status", "abort_in_200", "drop_connection", *STREAM_FAULTS})
+STANDING_FAULTS = frozenset({"stuck", "ill", "slow_scheduler", "leak", "poison"})
+"""Those that are no request's: they stay until they are taken out."""
+FAULTS = frozenset({"status", "abort_in_200", "partial_kv", "drop_connection", *STREAM_FAULTS, *STANDING_FAULTS})
 FAULT_PLACES = frozenset({"token", ROLE_CHUNK, FINISH_CHUNK})
 
 
@@ -107,7 +109,9 @@ class Fault:
     """Makes the next `count` requests go wrong in the way called `name`; with a `rid`, only that one.
 
     A stream goes wrong when so many tokens were written as `after_tokens` says, or `at` another place of it. `die` ends
-    the whole server, like kill -9, when what was written is out.
+    the whole server, like kill -9, when what was written is out. Standing faults are the whole server's: `stuck` (no
+    scheduler moves, health stays good), `ill` (health is bad, all works), `slow_scheduler` (`pause_s` lost in each
+    round), `leak` (`tokens` of KV on each rank are nobody's), `poison` (a prompt with `word` in it kills).
     """
 
     name: str
@@ -116,6 +120,10 @@ class Fault:
     after_tokens: int = 0
     at: str = "token"
     rid: str = ""
+    pause_s: float = 0.0
+    tokens: int = 0
+    word: str = ""
+    fault_id: str = ""
 
 
 class Faults:
@@ -123,16 +131,30 @@ class Faults:
 
     def __init__(self) -> None:
         self._faults: list[Fault] = []
+        self.on_change: Callable[[], None] = lambda: None
+        """Called whenever a fault is set or taken out."""
 
     def set(self, fault: Fault) -> None:
-        """Add `fault`; ValueError for an unknown name or place."""
+        """Add `fault`; ValueError for an unknown name or place, or for a poison without a word."""
         for value, known in ((fault.name, FAULTS), (fault.at, FAULT_PLACES)):
             if value not in known:
                 raise ValueError(f"unknown fault or place {value!r}; one of {', '.join(sorted(known))}")
+        if fault.name == "poison" and not fault.word:
+            raise ValueError("poison needs a word")
         self._faults.append(fault)
+        self.on_change()
+
+    def remove(self, fault_id: str) -> None:
+        """Take out what was set under that id, if it is not used up."""
+        self._faults = [fault for fault in self._faults if fault.fault_id != fault_id]
+        self.on_change()
 
     def clear(self) -> None:
         self._faults.clear()
+        self.on_change()
+
+    def standing(self, name: str) -> list[Fault]:
+        return [fault for fault in self._faults if fault.name == name]
 
     def take(self, *names: str, rid: str = "") -> Fault | None:
         """The next fault among `names`, counted down: of those for `rid` alone, or without one of those for any."""

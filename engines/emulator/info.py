@@ -71,15 +71,19 @@ class InfoServer:
             add("POST", f"{prefix}/detokenize", self._detokenize)
 
     async def _health(self, request: web.Request) -> web.Response:
-        if self.ready and not self.draining:
+        if self._well:
             await asyncio.sleep(self._engine.timeouts.health_s)
         return self._flag()
 
     async def _ready(self, request: web.Request) -> web.Response:
         return self._flag()
 
+    @property
+    def _well(self) -> bool:
+        return self.ready and not self.draining and not self._engine.faults.standing("ill")
+
     def _flag(self) -> web.Response:
-        return web.Response(status=200 if self.ready and not self.draining else 503, headers=wire.PLAIN_HEADERS)
+        return web.Response(status=200 if self._well else 503, headers=wire.PLAIN_HEADERS)
 
     async def _root(self, request: web.Request) -> web.Response:
         return json_response("SGLang is running")

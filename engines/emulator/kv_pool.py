@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 from engines.emulator.radix import SHARED, CacheNamespace, RadixCache
 
+_LEAK = -1
+"""An owner that no job is."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
@@ -109,6 +112,13 @@ class KvPool:
         taken = self.cache.insert(packed, namespace)
         self._free_pages -= taken
         self.release(owner)
+
+    def leak(self, tokens: int) -> None:
+        """So many tokens, or as many as there are, belong to a room called `leaked` from now on."""
+        self.release(_LEAK)
+        pages = min(self.pages_for(tokens), self.available_tokens // self.page_size_tokens)
+        if pages:
+            self.reserve(_LEAK, "leaked", pages)
 
     def flush_cache(self) -> None:
         """Forget all unlocked cached prefixes."""

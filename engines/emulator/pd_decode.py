@@ -51,10 +51,11 @@ class DecodeLinks:
 
     async def start(self) -> None:
         """Open the rank port and begin heartbeats."""
-        host = self._rank.options.host
+        options, loop = self._rank.options, asyncio.get_running_loop()
+        port = options.kv_port + self._rank.number if options.kv_port else 0
         self._http = aiohttp.ClientSession()
-        self._server = await asyncio.get_running_loop().create_server(lambda: Peer(self._kv), host, 0)
-        self._address = f"{host}:{self._server.sockets[0].getsockname()[1]}"
+        self._server = await loop.create_server(lambda: Peer(self._kv), options.host, port)
+        self._address = f"{options.host}:{self._server.sockets[0].getsockname()[1]}"
         self._heartbeats = spawn(self._heartbeat(), "emulator-heartbeat")
 
     def require(self, peer: str) -> None:

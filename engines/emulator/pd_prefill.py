@@ -90,6 +90,9 @@ class PrefillLinks:
         if send.last and self._rank.faults.take("abort_in_200"):
             live.fault = "abort_in_200"
             stop = (send.start + stop) // 2
+        partial = send.last and self._rank.faults.take("partial_kv") is not None
+        if partial:
+            stop = (send.start + stop) // 2
         jobs = self._unacked.setdefault(job.room, [])
         if job not in jobs:
             jobs.append(job)
@@ -101,15 +104,19 @@ class PrefillLinks:
             count=stop - send.start,
             first_token=live.output.ids[0] if send.last else 0,
             cached_tokens=job.cached_tokens,
-            last=send.last,
+            last=send.last and not partial,
             payload=kv_payload(ids, self._rank.options.kv_bytes_per_token),
         )
         self._dialer.send(job.peer, frame)
+        if partial:
+            self._failed(job)
 
     def _control(self, peer: Peer, frame: Frame) -> None:
         """A decode says something."""
         if frame.kind is Kind.ADDRESSES:
-            self._node.addresses(frame.room, frame.payload.decode(), self._rank.now_s)
+            destination = frame.payload.decode()
+            destination = self._rank.options.kv_via.get(destination, destination)
+            self._node.addresses(frame.room, destination, self._rank.now_s)
         elif frame.kind is Kind.ABORT:
             self._asked[frame.room] = peer
             self._node.peer_abort(frame.room, self._rank.now_s)
@@ -126,9 +133,12 @@ class PrefillLinks:
 
     def _lost(self, address: str) -> None:
         """The connection to a decode is gone: what it had not acknowledged failed."""
-        for room, jobs in list(self._unacked.items()):
+        for jobs in list(self._unacked.values()):
             for job in [job for job in jobs if job.peer == address]:
-                self._node.transfer_failed(job, f"Failed to send kv chunk of {room} to {address}", self._rank.now_s)
+                self._failed(job)
+
+    def _failed(self, job: Job) -> None:
+        self._node.transfer_failed(job, f"Failed to send kv chunk of {job.room} to {job.peer}", self._rank.now_s)
         self._rank.poke()
 
     async def close(self) -> None:

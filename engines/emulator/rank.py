@@ -69,6 +69,11 @@ class Rank:
         self._timer: asyncio.TimerHandle | None = None
         self._poked = False
         self._stalls = 0
+        self.stuck = False
+        """The scheduler stands still, by a fault."""
+        self.pause_s = 0.0
+        """How long it pauses after each round, by a fault."""
+        self._free_s = 0.0
         self._rate = (self.loop.time(), 0, 0.0)
 
     def _build_node(self, holds: Holds) -> PrefillNode | DecodeNode | PlainNode:
@@ -145,8 +150,12 @@ class Rank:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._stalls:
+        if self._stalls or self.stuck:
             return
+        if self.pause_s and self.now_s < self._free_s:
+            self._timer = self.loop.call_at(self._free_s, self._pump)
+            return
+        self._free_s = self.now_s + self.pause_s
         self.node.advance(self.now_s)
         for event in self.node.take_events():
             self._dispatch(event)

@@ -26,6 +26,7 @@ from engines.emulator.output import Output, StopRule
 from engines.emulator.parse import Api, BadRequest, Item, Limits, Request, parse_request
 from engines.emulator.rank import crash
 from engines.emulator.replies import StreamReply, WholeReply
+from engines.emulator.tokens import contains
 from engines.types import Role
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -186,6 +187,9 @@ class GenerationServer:
     def _submit(self, request: Request, lives: list[Live]) -> None:
         """Register and schedule all choices of a request; BadRequest if any is refused."""
         engine, api, dp_size = self._engine, request.api, self._engine.options.dp_size
+        for fault in engine.faults.standing("poison"):
+            if any(contains(live.item.prompt, fault.word) for live in lives):
+                crash(f"a prompt with {fault.word!r} in it")
         for live in lives:
             asked = live.item.routed_dp_rank
             if asked is not None and not 0 <= asked < dp_size:

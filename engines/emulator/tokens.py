@@ -54,6 +54,15 @@ def _encode_plain(text: str) -> bytes:
     return bytes(packed)
 
 
+def contains(packed: bytes, text: str) -> bool:
+    """Whether `text` stands in a prompt, however its ids came there."""
+    wanted, at = encode(text), -1
+    while (at := packed.find(wanted, at + 1)) >= 0:
+        if at % TOKEN_BYTES == 0:
+            return True
+    return False
+
+
 def decode(token_ids: Iterable[int], skip_special: bool = True) -> str:
     """The text of `token_ids`; bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
     data = bytearray()

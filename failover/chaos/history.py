@@ -5,11 +5,12 @@ Times are seconds of one clock, whichever. `to_json` and `from_json` turn a hist
 
 from __future__ import annotations
 
-import types
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any
+
+from failover.chaos.plain import FormError, plain, typed
 
 VERSION = 1
 """Of the JSON form; another version is refused."""
@@ -148,7 +149,7 @@ class History:
 
 def to_json(history: History) -> dict[str, Any]:
     """The history as plain JSON; bytes are hexadecimal."""
-    return {"version": VERSION, **_plain(history)}
+    return {"version": VERSION, **plain(history)}
 
 
 def from_json(value: Mapping[str, Any]) -> History:
@@ -156,31 +157,6 @@ def from_json(value: Mapping[str, Any]) -> History:
     if value.get("version") != VERSION:
         raise ValueError(f"a history of version {value.get('version')}, not {VERSION}")
     try:
-        history: History = _typed(History, {name: each for name, each in value.items() if name != "version"})
-    except (TypeError, KeyError, AttributeError) as error:
+        return typed(History, {name: each for name, each in value.items() if name != "version"})
+    except FormError as error:
         raise ValueError(f"not a history: {error}") from error
-    return history
-
-
-def _plain(value: Any) -> Any:
-    if is_dataclass(value):
-        return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
-    if isinstance(value, bytes):
-        return value.hex()
-    if isinstance(value, tuple):
-        return [_plain(each) for each in value]
-    return dict(value) if isinstance(value, Mapping) else value
-
-
-def _typed(kind: Any, value: Any) -> Any:
-    if is_dataclass(kind):
-        hints = get_type_hints(kind)
-        return kind(**{name: _typed(hints[name], each) for name, each in value.items()})  # type: ignore[operator]
-    if get_origin(kind) in (Union, types.UnionType):
-        whole = [each for each in get_args(kind) if is_dataclass(each)]
-        return _typed(whole[0], value) if whole and value is not None else value
-    if get_origin(kind) is tuple:
-        return tuple(_typed(get_args(kind)[0], each) for each in value)
-    if kind is bytes:
-        return bytes.fromhex(value)
-    return Ending(value) if kind is Ending else value

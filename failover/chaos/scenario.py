@@ -12,6 +12,20 @@ Value = str | int | float | bool
 Form = tuple[float, float]
 """A value in the short form of a scenario, and in the long one."""
 
+STAGES: Mapping[str, str] = {
+    "bootstrap": "prefill",
+    "prefill_chunk": "prefill",
+    "transfer": "prefill",
+    "reserved": "decode",
+    "handed_over": "decode",
+    "token": "decode",
+    "role_chunk": "decode",
+    "finish_chunk": "decode",
+}
+"""Where an emulated engine can hold a request (`POST /emulator/hold`), and which side's engines come there."""
+COUNTED_STAGES = frozenset({"prefill_chunk", "token"})
+"""Stages that a request comes to many times."""
+
 
 class ScenarioError(ValueError):
     """A scenario that cannot be run; `field` is its dotted path in the file, as in `faults[2].target`."""
@@ -64,18 +78,19 @@ class LoadPlan:
 
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
-    """One fault, or one that comes again `every_s`; `fault` is a name of `failover/chaos/faults`.
+    """One fault, or one that comes again `every_s` until the load ends; `fault` is a name of `failover/chaos/faults`.
 
-    `target`: a name (`prefill0`, `gateway1`, `redis`, a link), one of a kind by chance (`prefill*`), or all of a kind
-    (`all prefill`). `phase`: an emulator's stage, and which of its requests reaches it, as in `decode_step:3`; the
-    fault waits for that after `at_s`. `for_s`: it is lifted after so long; None: at the end of the load.
+    `target`: a name (`prefill0`, `gateway1`, `redis`, a link), one by chance of those that fit (`prefill*`,
+    `gateway0>decode*`), or all of them (`all prefill`, `all gateway0>*`). It comes up to `jitter_s` after `at_s`.
+    `phase`: one of STAGES, for chunks and tokens with the number of the one it follows, as in `token:5`; the fault
+    waits until a request is there. `for_s`: it is lifted after so long; None: at the end of the load.
     """
 
     fault: str
     target: str
     at_s: float = 1.0
     jitter_s: float = 0.0
-    for_s: float | None = None
+    for_s: Form | None = None
     every_s: float | None = None
     phase: str = ""
     params: Mapping[str, Value] = field(default_factory=dict)
@@ -100,7 +115,7 @@ class Expectations:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One scenario. `proves`: what a run that passes has shown, in a sentence."""
+    """One scenario. `proves`: what a run that passes has shown, in a sentence. `quick`: it runs with the tests."""
 
     name: str
     about: str
@@ -109,3 +124,4 @@ class Scenario:
     load: LoadPlan = field(default_factory=LoadPlan)
     faults: tuple[FaultPlan, ...] = ()
     expect: Expectations = field(default_factory=Expectations)
+    quick: bool = False

@@ -7,7 +7,7 @@ Names: `prefill0`, `decode1`, `gateway0`, `redis`; links `client>gateway0`, `gat
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -32,14 +32,14 @@ PLAIN = LinkRule()
 class Link(Protocol):
     """One TCP link with a proxy in it. No byte is lost by a change of rules; only `cut` and `reset` end connections."""
 
-    def set_rules(self, forth: LinkRule, back: LinkRule) -> None:
-        """From now on, for connections that are open and those to come."""
+    def impose(self, forth: LinkRule = PLAIN, back: LinkRule = PLAIN, *, refuse: bool = False) -> Callable[[], None]:
+        """From now on, for open connections and those to come, until what this returns is called; twice is once.
 
-    def refuse(self, refused: bool) -> None:
-        """New connections are refused while it is True."""
+        Rules that are on at once add up: delays are summed, the least bandwidth counts. `refuse`: new connections are.
+        """
 
     def cut(self) -> int:
-        """End all open connections in order (FIN); how many there were."""
+        """End all open connections in order (FIN), behind what is under way; how many there were."""
 
     def reset(self) -> int:
         """Break all open connections (RST); how many there were."""
@@ -64,8 +64,12 @@ class Process(Protocol):
     async def wait(self) -> int:
         """Its exit status, when it has ended."""
 
-    async def start(self) -> None:
-        """A new process in its place, at the same address; returns when it answers."""
+    async def start(self, flags: Sequence[str] = (), before: Sequence[str] = ()) -> None:
+        """A new process in its place, at the same address, unless one runs; returns when it answers.
+
+        This one time `flags` follow its own, and `before` precedes its command, as in `nice -n 5`. Unable if it does
+        not come to answer.
+        """
 
 
 class World(Protocol):
@@ -74,13 +78,22 @@ class World(Protocol):
     def process(self, name: str) -> Process:
         """The process of that name; killing it is announced by `mark`."""
 
+    def names(self, role: str) -> Sequence[str]:
+        """The processes of a role: prefill, decode, gateway, redis."""
+
+    def seen(self, gateway: str, engine: str) -> str:
+        """The URL by which a gateway knows an engine: that of the proxy, where there is one between them."""
+
     def link(self, name: str) -> Link:
         """The proxy in that link; it was put there when the run began."""
 
     async def admin(
         self, name: str, method: str, path: str, body: Mapping[str, Any] | None = None
     ) -> Mapping[str, Any]:
-        """Call an emulated engine's own endpoints (`/emulator/...`); its JSON answer. Unable when it cannot."""
+        """Call an emulated engine's endpoints (`/emulator/...`) or a gateway's (`/admin/...`); its JSON answer.
+
+        Unable when it cannot.
+        """
 
     async def redis(self, *words: str | int) -> Any:
         """Run one command on the run's Redis."""

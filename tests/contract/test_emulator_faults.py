@@ -6,6 +6,8 @@ The servers here survive; those that die are in test_emulator_deaths.py.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import random
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,8 +15,14 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from engines.token_rule import verify_segment
+from engines.emulator.process import EmulatedServer, free_ports
+from engines.emulator.tokens import encode
+from engines.token_rule import unpack, verify_segment
+from engines.types import Role
+from failover.chaos.proxy import TcpProxy
+from failover.chaos.world import LinkRule
 from tests.contract.emu_fleet import EmuFleet, emu_fleet, until
+from tests.warm import WarmServer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -338,3 +346,129 @@ async def test_an_idle_connection_is_closed_after_five_seconds(fleet: EmuFleet) 
     assert await asyncio.wait_for(reader.read(), 8) == b""
     assert 4.5 < asyncio.get_running_loop().time() - started_s < 7
     writer.close()
+
+
+# ---- faults that stand until they are taken out ------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def standing(fleet: EmuFleet, server: EmulatedServer, name: str, **fields: object) -> AsyncIterator[None]:
+    """A fault that is taken out by its id."""
+    reply = await fleet.post(server, "/emulator/fault", {"fault": name, "fault_id": name, **fields})
+    assert reply.status == 200, reply.text
+    yield
+    assert (await fleet.call(server, "DELETE", f"/emulator/fault/{name}")).status == 200
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_a_stuck_server_says_that_it_is_well_and_does_nothing(fleet: EmuFleet, side: str) -> None:
+    server: EmulatedServer = getattr(fleet, side)
+    async with standing(fleet, server, "stuck"):
+        both = asyncio.ensure_future(fleet.pair("/generate", SHORT))
+        statuses = [(await fleet.call(server, "GET", path)).status for path in ("/ready", "/health")]
+        assert statuses == [200, 200]
+        await asyncio.sleep(0.2)
+        assert not both.done()
+    assert [reply.status for reply in await both] == [200, 200]
+
+
+async def test_an_ill_server_works(fleet: EmuFleet) -> None:
+    async with standing(fleet, fleet.decode, "ill"):
+        statuses = [(await fleet.call(fleet.decode, "GET", path)).status for path in ("/ready", "/health")]
+        assert statuses == [503, 503]
+        assert [reply.status for reply in await fleet.pair("/generate", SHORT)] == [200, 200]
+    assert (await fleet.call(fleet.decode, "GET", "/ready")).status == 200
+
+
+async def test_a_slow_scheduler_loses_time_in_each_round(fleet: EmuFleet) -> None:
+    async def takes_s() -> float:
+        began_s = asyncio.get_running_loop().time()
+        assert (await fleet.pair("/generate", SHORT))[1].status == 200
+        return asyncio.get_running_loop().time() - began_s
+
+    async with standing(fleet, fleet.decode, "slow_scheduler", pause_s=0.1):
+        assert 0.3 < await takes_s() < 1.5
+    assert await takes_s() < 0.3
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_leaked_kv_belongs_to_nobody_until_it_is_found(fleet: EmuFleet, side: str) -> None:
+    server: EmulatedServer = getattr(fleet, side)
+    before = (await fleet.get(server, "/v1/loads"))["loads"][0]["num_used_tokens"]
+    async with standing(fleet, server, "leak", tokens=1000):
+        assert (await fleet.pair("/generate", SHORT))[1].status == 200
+        assert (await fleet.ledger(server))["by_room"] == {"leaked": 1000}
+        assert (await fleet.get(server, "/v1/loads"))["loads"][0]["num_used_tokens"] == before + 1000
+    assert (await fleet.ledger(server))["by_room"] == {}
+    async with standing(fleet, server, "leak", tokens=10**9):
+        ledger = await fleet.ledger(server)
+        assert (ledger["by_room"], ledger["free_tokens"]) == ({"leaked": ledger["total_tokens"]}, 0)
+
+
+async def test_a_fault_is_taken_out_by_its_id_alone(fleet: EmuFleet) -> None:
+    async with standing(fleet, fleet.decode, "leak", tokens=10):
+        async with standing(fleet, fleet.decode, "status", status=503, count=100):
+            assert (await fleet.post(fleet.decode, "/generate", fleet.with_room(SHORT))).status == 503
+        assert (await fleet.pair("/generate", SHORT))[1].status == 200
+        assert (await fleet.ledger(fleet.decode))["by_room"] == {"leaked": 10}
+    assert (await fleet.post(fleet.decode, "/emulator/fault", {"fault": "poison"})).status == 400
+
+
+async def test_partial_kv_fails_the_prefill_and_leaves_the_decode_waiting(fleet: EmuFleet) -> None:
+    await fleet.post(fleet.prefill, "/emulator/fault", {"fault": "partial_kv"})
+    body = fleet.with_room({**SHORT, "rid": "partial"})
+    decode = asyncio.ensure_future(fleet.post(fleet.decode, "/generate", body))
+    reply = await fleet.post(fleet.prefill, "/generate", body)
+    assert reply.status == 500
+    assert f"Failed to send kv chunk of {body['bootstrap_room']} to 127.0.0.1:" in reply.json()["message"]
+    await asyncio.sleep(0.1)
+    assert not decode.done()
+    await fleet.abort(fleet.decode, "partial")
+    assert (await decode).status == 500
+    assert (await fleet.pair("/generate", SHORT))[1].status == 200
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+async def test_a_poison_prompt_kills_the_server_that_gets_it(as_ids: bool) -> None:
+    async with emu_fleet(speed=SPEED) as fleet:
+        async with standing(fleet, fleet.prefill, "poison", word="arsenic"):
+            assert (await fleet.pair("/generate", {**SHORT, "text": "arseni c"}))[1].status == 200
+        await fleet.post(fleet.prefill, "/emulator/fault", {"fault": "poison", "word": "arsenic"})
+        text = "a spoonful of arsenic, please"
+        prompt = {"input_ids": unpack(encode(text))} if as_ids else {"text": text}
+        body = {**prompt, "sampling_params": SHORT["sampling_params"]}
+        with pytest.raises(aiohttp.ClientError):
+            await fleet.post(fleet.prefill, "/generate", fleet.with_room(body))
+        assert await fleet.prefill.wait() == 131
+        assert fleet.decode.returncode is None
+
+
+async def test_a_hold_ends_by_itself_when_its_time_is_over(fleet: EmuFleet) -> None:
+    reply = await fleet.post(fleet.decode, "/emulator/hold", {"stage": "token", "k": 2, "for_s": 0.3})
+    both = asyncio.ensure_future(fleet.pair("/generate", SHORT))
+    await fleet.held(fleet.decode, reply.json()["hold_id"])
+    await asyncio.sleep(0.1)
+    assert not both.done()
+    assert [each.status for each in await asyncio.wait_for(both, 2.0)] == [200, 200]
+
+
+async def test_kv_goes_by_way_of_a_proxy_where_a_prefill_is_told_to() -> None:
+    kv_port = free_ports(1)[0]
+    proxy = TcpProxy("127.0.0.1", kv_port, random.Random(1))
+    way = f"127.0.0.1:{kv_port}=127.0.0.1:{await proxy.start()}"
+    async with (
+        WarmServer(Role.PREFILL, speed=SPEED, arguments=("--kv-via", way)) as prefill,
+        WarmServer(Role.DECODE, speed=SPEED, arguments=("--kv-port", str(kv_port))) as decode,
+        aiohttp.ClientSession() as http,
+    ):
+        fleet = EmuFleet(prefill, decode, http)
+        assert [reply.status for reply in await fleet.pair("/generate", SHORT)] == [200, 200]
+        assert proxy.bytes_forth > 8 * 16
+        assert 0 < proxy.bytes_back < 100, "the acknowledgement"
+        lift = proxy.impose(forth=LinkRule(silent=True))
+        both = asyncio.ensure_future(fleet.pair("/generate", SHORT))
+        await asyncio.sleep(0.2)
+        assert not both.done()
+        lift()
+        assert [reply.status for reply in await both] == [200, 200]
+    await proxy.stop()

@@ -1,0 +1,348 @@
+"""Every invariant holds in a good run, is broken by its own fault alone, and names who, in which attempt, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from failover.chaos import invariants
+from failover.chaos.evidence import fault_at
+from failover.chaos.history import Choice, Death, Ending, Error, Event, Ledger, Request
+from failover.chaos.invariants import INVARIANTS, Finding, judge
+from failover.chaos.record import FaultRun, Mark, Planned, Record
+from failover.chaos.verdict import Broken, Verdict
+from tests.unit.failover.chaos.records import (
+    BROKEN,
+    LEFT,
+    LOST,
+    REFUSED,
+    RESUMED,
+    WHOLE,
+    expecting,
+    history,
+    record,
+)
+
+
+def verdicts(judged: Record) -> Mapping[str, Verdict]:
+    return {each.invariant: each for each in judge(judged).verdicts}
+
+
+def spliced(request: Request, where: int = 5) -> Request:
+    events = [replace(each, text="!") if at == where else each for at, each in enumerate(request.events)]
+    return replace(request, events=tuple(events))
+
+
+def late(request: Request, seconds: float) -> Request:
+    """What the second attempt wrote comes later."""
+    events = [replace(each, at_s=each.at_s + seconds) if at >= 4 else each for at, each in enumerate(request.events)]
+    return replace(request, events=tuple(events))
+
+
+def tried(request: Request, times: int) -> Request:
+    first = request.choices[0].attempts[0]
+    made = [replace(first, rid=f"{at}", room=50 + at, began_s=at, ended_s=at + 0.5) for at in range(times)]
+    return replace(request, choices=(Choice(request.choices[0].prompt_ids, (*made, replace(first, began_s=times))),))
+
+
+ROOM = str(RESUMED.choices[0].attempts[1].room)
+HELD = (Ledger("prefill0", {}), Ledger("decode0", {ROOM: 7}))
+DIED = (Mark(1.0, "decode0", "ended"), Mark(1.5, "decode0", "started"))
+SPOILED: Mapping[str, tuple[Record, list[Broken]]] = {
+    "whole_or_one_error": (
+        record(WHOLE, spliced(RESUMED)),
+        [Broken("", "r-resumed", "r-resumed.0.1", 0)],
+    ),
+    "one_end": (record(WHOLE, LOST), [Broken("a connection that broke", "r-lost", "r-lost.0.0", 0)]),
+    "nothing_left_on_engines": (
+        record(history=history(WHOLE, RESUMED, ledgers=HELD)),
+        [Broken("decode0 holds 7 tokens", "r-resumed", "r-resumed.0.1", 0)],
+    ),
+    "nothing_left_in_gateways": (
+        record(history=history(WHOLE, left_over={"bookings": 2, "tasks": 0})),
+        [Broken("2 left of bookings")],
+    ),
+    "settled": (record(settled_s=None), [Broken("not everything came back, not within 15 s", fault=0)]),
+    "refused": (record(WHOLE, REFUSED), [Broken("refused, status 503: no room", "r-refused", "", 0)]),
+    "broken": (
+        record(WHOLE, BROKEN),
+        [Broken("broken, status 200: the engine has died", "r-broken", "r-broken.0.0", 0)],
+    ),
+    "recovery": (
+        record(WHOLE, late(RESUMED, 11)),
+        [Broken("choice 0 paused for 11.0 s at 0.0 s", "r-resumed", "r-resumed.0.1", 0)],
+    ),
+    "attempts": (
+        record(tried(WHOLE, 4), scenario=expecting(attempts_ratio=4.5)),
+        [Broken("5 attempts", "r-whole", "r-whole.0.0", 0)],
+    ),
+    "deaths": (
+        replace(record(), marks=(*record().marks, *DIED)),
+        [Broken("decode0 ended by itself at 1.0 s", fault=0)],
+    ),
+    "faults_applied": (
+        record(faults=(FaultRun(0, None, None, problem="prefill0 does not run"),)),
+        [Broken("not applied: prefill0 does not run", fault=0)],
+    ),
+    "load_done": (record(stopped=True), [Broken("the run was stopped before its end")]),
+}
+
+
+PAUSE_S = judge(record(late(RESUMED, 11))).figures["longest_pause_s"]
+
+
+def test_all_hold_in_a_good_run() -> None:
+    judged = judge(record())
+    assert judged.passed
+    assert [each.invariant for each in judged.verdicts] == list(INVARIANTS)
+    assert all(each.evidence and not each.unseen for each in judged.verdicts)
+
+
+def test_each_is_spoiled_below() -> None:
+    assert SPOILED.keys() == INVARIANTS.keys()
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_one_thing_wrong_breaks_one_invariant(name: str) -> None:
+    spoiled, cases = SPOILED[name]
+    judged = verdicts(spoiled)
+    assert [each for each, verdict in judged.items() if not verdict.held] == [name]
+    for found, case in zip(judged[name].broken, cases, strict=True):
+        assert case.what in found.what
+        assert (found.request, found.attempt, found.fault) == (case.request, case.attempt, case.fault)
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_it_is_that_rule_which_finds_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    off = {**INVARIANTS, name: lambda run: Finding("not looked at")}
+    monkeypatch.setattr(invariants, "INVARIANTS", off)
+    assert judge(SPOILED[name][0]).passed
+
+
+@pytest.mark.parametrize("rule", INVARIANTS.values(), ids=INVARIANTS)
+def test_each_says_what_it_holds_in_a_sentence(rule: Any) -> None:
+    assert rule.__doc__.endswith(".")
+    assert "\n" not in rule.__doc__
+
+
+# -- bounds -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "bounds", "at_its_bound"),
+    [
+        ("settled", {"settle_s": 0.2}, record()),
+        ("refused", {"refused_ratio": 0.5}, record(WHOLE, REFUSED)),
+        ("broken", {"broken_ratio": 0.5}, record(WHOLE, BROKEN)),
+        ("recovery", {"recovery_s": PAUSE_S}, record(late(RESUMED, 11))),
+        ("attempts", {"attempts_ratio": 1.5}, record()),
+        ("deaths", {"deaths": 1}, replace(record(), marks=(*record().marks, *DIED))),
+    ],
+)
+def test_what_is_at_its_bound_holds_and_what_is_above_does_not(
+    name: str, bounds: dict[str, Any], at_its_bound: Record
+) -> None:
+    assert verdicts(replace(at_its_bound, scenario=expecting(**bounds)))[name].held
+    tight = {bound: value - 1 if isinstance(value, int) else value - 0.1 for bound, value in bounds.items()}
+    found = verdicts(replace(at_its_bound, scenario=expecting(**tight)))[name]
+    assert not found.held
+
+
+def test_a_run_in_which_nothing_was_asked_proves_nothing() -> None:
+    empty = record(history=history())
+    assert not verdicts(empty)["load_done"].held
+
+
+# -- ends and ledgers -------------------------------------------------------------------------------------------------
+
+
+def test_who_had_asked_a_killed_gateway_may_lack_an_end() -> None:
+    killed = history(WHOLE, LOST, deaths=(Death("g0", 5.0),))
+    assert judge(record(history=killed)).passed
+    assert judge(record(history=killed)).figures["lost"] == 1
+
+
+def test_kv_of_a_room_that_nobody_has_is_found() -> None:
+    found = verdicts(record(history=history(WHOLE, ledgers=(Ledger("prefill0", {"9": 4}), Ledger("decode0", {})))))
+    [case] = found["nothing_left_on_engines"].broken
+    assert case == Broken("prefill0 holds 4 tokens of KV for room 9, which is nobody's")
+
+
+def test_the_ledger_of_an_engine_that_lives_is_missed() -> None:
+    only = history(WHOLE, ledgers=(Ledger("prefill0", {}),))
+    [case] = verdicts(record(history=only))["nothing_left_on_engines"].broken
+    assert case == Broken("the ledger of decode0 was not read")
+    gone = replace(record(history=only), marks=(Mark(3.0, "decode0", "killed"),))
+    assert verdicts(gone)["nothing_left_on_engines"].held
+    ended = replace(record(history=only), marks=(Mark(3.0, "decode0", "ended"),))
+    assert verdicts(ended)["nothing_left_on_engines"].held
+    back = replace(gone, marks=(*gone.marks, Mark(4.0, "decode0", "started"), Mark(5.0, "decode0", "frozen")))
+    assert not verdicts(back)["nothing_left_on_engines"].held
+
+
+# -- deaths -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("told", ["killed", "stopped"])
+def test_who_was_told_to_end_has_not_died(told: str) -> None:
+    asked = (Mark(1.0, "decode0", told), Mark(1.1, "decode0", "ended"))
+    assert verdicts(replace(record(), marks=asked))["deaths"].held
+    again = (*asked, Mark(2.0, "decode0", "started"), Mark(3.0, "decode0", "ended"))
+    assert [each.what for each in verdicts(replace(record(), marks=again))["deaths"].broken] == [
+        "decode0 ended by itself at 3.0 s"
+    ]
+
+
+def test_a_gateway_may_never_end_by_itself() -> None:
+    ended = replace(record(), marks=(Mark(1.0, "gateway0", "ended"),), scenario=expecting(deaths=5))
+    assert not verdicts(ended)["deaths"].held
+
+
+def test_a_deadly_fault_explains_one_death_of_its_target_while_it_is_on() -> None:
+    deadly = replace(
+        record(), planned=(Planned(0, "die_at_token", "decode0", 0.5, None),), faults=(FaultRun(0, 0.5, 2.0),)
+    )
+    ends = [Mark(1.0, "decode0", "ended"), Mark(1.1, "decode0", "started"), Mark(1.2, "decode0", "ended")]
+
+    def died(*marks: Mark) -> list[str]:
+        return [each.what for each in verdicts(replace(deadly, marks=marks))["deaths"].broken]
+
+    assert died(ends[0]) == []
+    assert died(*ends) == ["decode0 ended by itself at 1.2 s"]
+    assert died() == []
+    early = replace(deadly, marks=(ends[0],), faults=(FaultRun(0, None, None),))
+    assert not verdicts(early)["deaths"].held
+    for other in (Mark(2.1, "decode0", "ended"), Mark(0.4, "decode0", "ended"), Mark(1.0, "prefill0", "ended")):
+        assert died(other) == [f"{other.instance} ended by itself at {other.at_s} s"]
+
+
+# -- faults -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("faults", [(), (FaultRun(0, None, None),), (FaultRun(0, 1.0, 2.0, problem="half of it"),)])
+def test_a_fault_that_was_not_wholly_done_is_a_violation(faults: tuple[FaultRun, ...]) -> None:
+    assert not verdicts(record(faults=faults))["faults_applied"].held
+
+
+def test_a_stopped_run_may_lack_faults_and_is_no_success() -> None:
+    stopped = verdicts(record(faults=(), stopped=True, settled_s=None))
+    assert stopped["faults_applied"].held
+    assert not stopped["load_done"].held
+    unseen = {name for name, each in stopped.items() if each.unseen}
+    assert unseen == {"nothing_left_on_engines", "nothing_left_in_gateways", "settled"}
+
+
+FAULTS = (FaultRun(0, 1.0, 2.0), FaultRun(1, 3.0, None), FaultRun(2, 4.0, 5.0), FaultRun(3, None, None))
+
+
+@pytest.mark.parametrize(
+    ("from_s", "to_s", "number"),
+    [
+        (0.0, 0.5, None),
+        (0.0, 1.0, 0),
+        (2.5, 2.6, 0),
+        (3.5, 3.6, 1),
+        (4.5, 4.6, 2),
+        (0.0, 9.0, 2),
+        (5.5, 6.0, 1),
+        (5.0, 6.0, 2),
+    ],
+)
+def test_the_fault_that_was_on_or_last_before(from_s: float, to_s: float, number: int | None) -> None:
+    assert fault_at(record(faults=FAULTS), from_s, to_s) == number
+
+
+def test_who_hangs_is_told_with_the_fault_after_its_last_sign_of_life() -> None:
+    hung = replace(RESUMED, events=RESUMED.events[:6], ending=Ending.CUT)
+    assert hung.events[-1].at_s == 0.06
+    plans = tuple(Planned(number, "kill", "prefill0", 0.0, None) for number in range(3))
+    for from_s in (4.0, 0.06):
+        faults = (FaultRun(0, 0.01, 0.02), FaultRun(1, from_s, 5.0), FaultRun(2, 6.0, 7.0))
+        [case] = verdicts(record(hung, faults=faults, planned=plans))["one_end"].broken
+        assert (case.request, case.attempt, case.fault) == ("r-resumed", "r-resumed.0.1", 1)
+
+
+@pytest.mark.parametrize(("at", "attempt", "fault"), [(2, "r-resumed.0.0", 0), (5, "r-resumed.0.1", 1)])
+def test_the_fault_is_that_of_the_attempt(at: int, attempt: str, fault: int) -> None:
+    faults = (FaultRun(0, 0.5, 0.6), FaultRun(1, 1.5, 1.6))
+    plans = tuple(Planned(number, "kill", "prefill0", 0.0, None) for number in range(2))
+    spoiled = record(WHOLE, spliced(RESUMED, at), faults=faults, planned=plans)
+    [case] = verdicts(spoiled)["whole_or_one_error"].broken
+    assert (case.attempt, case.fault) == (attempt, fault)
+
+
+def test_only_those_are_named_that_were_tried_too_often() -> None:
+    found = verdicts(record(tried(WHOLE, 4), RESUMED, scenario=expecting(attempts_ratio=2)))["attempts"]
+    assert [case.request for case in found.broken] == ["r-whole"]
+
+
+# -- pauses -----------------------------------------------------------------------------------------------------------
+
+
+def pause_s(request: Request, **others: Any) -> float:
+    return judge(record(request, **others)).figures["longest_pause_s"]
+
+
+def test_pauses_are_those_of_streams_that_go_on_after_a_fault() -> None:
+    assert pause_s(late(RESUMED, 5)) == pytest.approx(5.01)
+    assert pause_s(late(replace(RESUMED, stream=False), 5)) == 0
+    assert pause_s(late(RESUMED, 5), faults=(FaultRun(0, 95.0, None),)) == 0
+    ended = (*WHOLE.events[:3], Event(60.0, error=Error("gone")))
+    assert pause_s(replace(WHOLE, events=ended)) == pytest.approx(0.01)
+
+
+def test_pauses_are_those_of_each_choice() -> None:
+    events = (Event(0.0, 0, "a"), Event(0.0, 1, "a"), Event(3.0, 0, "b"), Event(4.0, 1, "b"), Event(9.0, 0, done=True))
+    two = replace(RESUMED, choices=RESUMED.choices * 2, samples=2, events=events)
+    assert pause_s(two) == 4.0
+
+
+# -- what cannot be seen ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_what_cannot_be_seen_is_said_and_not_judged(name: str) -> None:
+    blind = verdicts(replace(SPOILED[name][0], unseen={name: "a real fleet"}))[name]
+    assert blind == Verdict(name, "", unseen="a real fleet")
+
+
+def test_what_is_unseen_and_unknown_here_is_said_too() -> None:
+    assert judge(record(unseen={"colour": "it is dark"})).verdicts[-1] == Verdict("colour", "", unseen="it is dark")
+
+
+@pytest.mark.parametrize(
+    ("name", "blind"),
+    [
+        ("nothing_left_in_gateways", record(history=history(WHOLE, left_over={}))),
+        ("nothing_left_on_engines", record(history=history(WHOLE, ledgers=()), instances=())),
+        ("attempts", record(REFUSED)),
+    ],
+)
+def test_silence_is_not_success(name: str, blind: Record) -> None:
+    assert verdicts(blind)[name].unseen
+
+
+# -- figures ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_figures_of_a_run() -> None:
+    died = (Mark(1.0, "decode0", "ended"),)
+    figures = judge(record(WHOLE, RESUMED, BROKEN, REFUSED, LOST, LEFT, marks=died)).figures
+    assert figures == {
+        "requests": 6,
+        "whole": 2,
+        "refused": 1,
+        "broken": 1,
+        "left": 1,
+        "lost": 1,
+        "attempts": 6,
+        "faults": 1,
+        "deaths": 1,
+        "longest_pause_s": pytest.approx(0.04),
+        "load_s": 10.0,
+        "settle_s": 0.2,
+    }
+    assert "settle_s" not in judge(record(settled_s=None)).figures

@@ -1,0 +1,321 @@
+"""What gateways and engines tell of a run, turned into the checker's history; a fake world stands for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+
+from engines.emulator.draw import MODEL_DEFAULTS
+from engines.emulator.tokens import decode, encode, render_chat
+from engines.token_rule import ContextHash, pack, sampling_key, unpack
+from failover.chaos import leftovers, observe
+from failover.chaos.answer import DONE, Answer
+from failover.chaos.checker import Outcome, check, outcome
+from failover.chaos.history import Death, Ending, History, Request
+from failover.chaos.load import CHAT, COMPLETIONS, GENERATE, Asked
+from failover.chaos.observe import Observer, limits_of
+from failover.chaos.processes import Processes
+from failover.chaos.reading import Secret, Truth, is_sampled, request
+from failover.chaos.scenario import FleetPlan
+from failover.chaos.world import Unable
+
+LIMITS = limits_of(FleetPlan())
+PROMPT = "tell me more of the sea"
+TOKENS = 12
+OLD, NEW = b"old secret", b"new secret"
+URLS = {"http://p": "prefill0", "http://d": "decode0"}
+
+
+def ids_of(prompt: str, tokens: int, prefill_key: bytes = b"", decode_key: bytes = b"") -> list[int]:
+    """The true answer to a prompt by the token rule."""
+    packed = encode(prompt)
+    found = [ContextHash(packed, prefill_key).next_token(False)]
+    while len(found) < tokens:
+        found.append(ContextHash(packed + pack(found), decode_key).next_token(False))
+    return found
+
+
+def truth(zero_s: float = 0.0) -> Truth:
+    secrets = {name: [Secret(0.0, OLD, False), Secret(5.0, NEW, False)] for name in URLS.values()}
+    return Truth(LIMITS, URLS, secrets, zero_s)
+
+
+def told(rid: str = "rid0", decided_s: float = 0.1, ended_s: float | None = 0.5, index: int = 0) -> dict[str, Any]:
+    attempt = {"rid": rid, "room": "77", "choice_index": index, "prefill": "http://p", "decode": "http://d"}
+    return {**attempt, "decided_s": decided_s, "ended_s": ended_s, "considered": "much more"}
+
+
+def chat_answer(ids: list[int], *, temperature: float = 0.0, sent_s: float = 1.0, number: int = 7) -> Answer:
+    """A whole stream of a chat that answers with these ids, two to an event."""
+    body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": TOKENS, "ignore_eos": True}
+    asked = Asked(number, 0.9, "stream", CHAT, {**body, "stream": True, "temperature": temperature})
+    answer = Answer(asked, "gateway0", sent_s, 2.0, 200, {"content-type": "text/event-stream"})
+    for at in range(0, len(ids), 2):
+        delta = {"content": decode(ids[: at + 2]).removeprefix(decode(ids[:at]))}
+        finish = "length" if at + 2 >= TOKENS else None
+        choice = {"index": 0, "delta": delta, "finish_reason": finish, "matched_stop": None}
+        answer.read.append((1.5 + at / 100, {"choices": [choice]}))
+    answer.read.append((1.9, DONE))
+    answer.ended = True
+    return answer
+
+
+def violations(read: Request | None) -> list[str]:
+    assert read is not None
+    return [str(each) for each in check(History((read,)), decode)]
+
+
+CHATTED = render_chat([{"role": "user", "content": PROMPT}])
+
+
+def test_a_true_answer_is_read_as_such() -> None:
+    answer = chat_answer(ids_of(CHATTED, TOKENS))
+    read = request(answer, [told()], truth())
+    assert violations(read) == []
+    assert read is not None
+    assert (read.name, read.gateway, read.ending) == ("request 7 (stream)", "gateway0", Ending.WHOLE)
+    [choice] = read.choices
+    [attempt] = choice.attempts
+    assert (attempt.prefill, attempt.decode, attempt.room) == ("prefill0", "decode0", 77)
+    assert (attempt.began_s, attempt.ended_s) == (1.1, 1.5)
+    assert choice.prompt_ids == tuple(unpack(encode(CHATTED)))
+    assert outcome(read) is Outcome.WHOLE
+
+
+def test_one_wrong_event_is_seen() -> None:
+    ids = ids_of(CHATTED, TOKENS)
+    answer = chat_answer(ids)
+    del answer.read[2]
+    assert violations(request(answer, [told()], truth()))
+
+
+@pytest.mark.parametrize(("zero_s", "secret"), [(0.0, OLD), (4.5, NEW), (3.8, OLD)])
+def test_a_sampled_answer_is_keyed_by_the_process_that_ran_then(zero_s: float, secret: bytes) -> None:
+    """Attempts began at 1.1 of the run; the process was begun anew at 5.0 of the clock."""
+    key = sampling_key(secret, "rid0")
+    answer = chat_answer(ids_of(CHATTED, TOKENS, key, key), temperature=1.0)
+    assert violations(request(answer, [told()], truth(zero_s))) == []
+    assert violations(request(answer, [told(rid="rid1")], truth(zero_s)))
+
+
+def test_what_nobody_tells_of_is_judged_only_where_it_is_greedy() -> None:
+    greedy = chat_answer(ids_of(CHATTED, TOKENS))
+    assert violations(request(greedy, None, truth())) == []
+    sampled = chat_answer(ids_of(CHATTED, TOKENS), temperature=1.0)
+    assert request(sampled, None, truth()) is None
+    assert request(sampled, [told()], Truth(LIMITS, URLS)) is None, "a secret that is not known"
+    sampled.read.clear()
+    sampled.ended, sampled.status = False, None
+    read = request(sampled, None, truth())
+    assert read is not None
+    assert outcome(read) is Outcome.LOST
+    assert is_sampled(sampled, LIMITS)
+    assert not is_sampled(greedy, LIMITS)
+
+
+def test_objects_of_generate_repeat_what_came() -> None:
+    ids = ids_of(PROMPT, 3)
+    params = {"temperature": 0, "max_new_tokens": 3, "ignore_eos": True}
+    asked = Asked(1, 0.0, "generate", GENERATE, {"text": PROMPT, "sampling_params": params, "stream": True})
+    answer = Answer(asked, "gateway0", 0.0, 1.0, 200, {"content-type": "text/event-stream"}, ended=True)
+    prompt_tokens = len(unpack(encode(PROMPT)))
+    for count in (1, 2, 3):
+        finish = {"type": "length"} if count == 3 else None
+        meta = {"finish_reason": finish, "prompt_tokens": prompt_tokens, "completion_tokens": count, "cached_tokens": 0}
+        text = decode(ids[:count])
+        answer.read.append((count / 10, {"text": text, "output_ids": ids[:count], "meta_info": meta}))
+    answer.read.append((0.4, DONE))
+    assert violations(request(answer, [told()], truth())) == []
+    answer.read[1][1]["text"] = "other"
+    assert any("form" in each for each in violations(request(answer, [told()], truth())))
+
+
+def test_an_error_and_what_is_no_event() -> None:
+    answer = chat_answer(ids_of(CHATTED, TOKENS)[:4])
+    answer.read[-1] = (1.9, {"error": {"message": "the server failed", "type": "server_error", "code": "reset"}})
+    read = request(answer, [told()], truth())
+    assert violations(read) == []
+    assert read is not None
+    assert outcome(read) is Outcome.BROKEN
+    answer.read.insert(1, (1.6, b"{half"))
+    assert any("{half" in each for each in violations(request(answer, [told()], truth())))
+
+
+def test_a_body_that_an_engine_refuses_has_no_choices() -> None:
+    asked = Asked(1, 0.0, "whole", COMPLETIONS, {"max_tokens": 3})
+    answer = Answer(asked, "gateway0", 0.0, 1.0, 400, {"content-type": "application/json"}, ended=True)
+    answer.read.append((0.5, {"error": {"message": "no prompt", "type": "invalid_request_error"}}))
+    read = request(answer, None, truth())
+    assert violations(read) == []
+    assert read is not None
+    assert (read.choices, outcome(read)) == ((), Outcome.REFUSED)
+
+
+def test_limits_follow_the_flags_of_decodes() -> None:
+    assert LIMITS.context_tokens == 32_768
+    assert LIMITS.chat_defaults == MODEL_DEFAULTS
+    plan = FleetPlan(engine_flags=("--context-length", "100"), decode_flags=("--sampling-defaults", "openai"))
+    limits = limits_of(plan)
+    assert (limits.context_tokens, limits.chat_defaults) == (100, {})
+
+
+# -- a whole run ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Gateway:
+    name: str
+    role: str = "gateway"
+    deaths_s: list[float] = field(default_factory=list)
+    running: bool = True
+    frozen: bool = False
+
+
+class FakeWorld:
+    """What an observer asks of `Processes`; `told` answers by what a test put into `explains`."""
+
+    def __init__(self) -> None:
+        self.plan = FleetPlan()
+        self.links = self
+        self.names = URLS
+        self.zero_s = 100.0
+        self.gateway = Gateway("gateway0")
+        self.explains: dict[str, Any] = {}
+        self.asked: list[str] = []
+        self.on_start: Any = None
+
+    def of(self, *roles: str) -> list[Any]:
+        return [self.gateway] if "gateway" in roles else []
+
+    async def admin(self, name: str, method: str, path: str) -> Mapping[str, Any]:
+        return {"secret": OLD.hex(), "deterministic": False}
+
+    async def told_of(self, path: str) -> Mapping[str, Any]:
+        rid = path.rpartition("/")[2]
+        self.asked.append(rid)
+        if not self.gateway.running:
+            raise Unable("it does not answer")
+        known = self.explains.get(rid)
+        return {"error": "not found"} if known is None else {"attempts": known}
+
+    async def told(self, name: str, path: str) -> Mapping[str, Any]:
+        return await self.told_of(path)
+
+
+def observer(world: FakeWorld, *, early: bool = False) -> Observer:
+    return Observer(cast("Processes", world), early=early)
+
+
+async def test_attempts_are_asked_for_when_an_answer_is_over_and_again_where_one_had_not_ended() -> None:
+    world = FakeWorld()
+    seen, answer = observer(world), chat_answer(ids_of(CHATTED, TOKENS))
+    world.explains[answer.rid] = [told(ended_s=None)]
+    seen.ended(answer)
+    await _rest()
+    [read] = seen.requests
+    assert read.choices[0].attempts[0].ended_s is None
+    world.explains[answer.rid] = [told(), told("rid1", 0.6, 0.9)]
+    await seen.finish()
+    [read] = seen.requests
+    assert [attempt.ended_s for attempt in read.choices[0].attempts] == [1.5, 1.9]
+    assert world.asked == [answer.rid] * 2
+    assert (seen.untold, seen.unexplained) == (0, 0)
+
+
+async def test_one_that_leaves_is_asked_about_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observe, "_LEFT_S", 0.1)
+    world = FakeWorld()
+    seen, answer = observer(world), chat_answer([])
+    answer.read.clear()
+    answer.ended, answer.left = False, True
+    seen.ended(answer)
+    await _rest()
+    assert world.asked == []
+    world.explains[answer.rid] = [told()]
+    await seen.finish()
+    assert [read.ending for read in seen.requests] == [Ending.LEFT]
+
+
+async def test_a_gateway_that_knows_nothing_is_at_fault_only_while_it_lives() -> None:
+    world = FakeWorld()
+    seen = observer(world)
+    seen.ended(chat_answer(ids_of(CHATTED, TOKENS)))
+    await seen.finish()
+    assert (seen.unexplained, len(seen.requests)) == (1, 1)
+    world.gateway.deaths_s = [101.5]
+    assert seen.unexplained == 0
+    assert seen.deaths() == (Death("gateway0", 1.5),)
+    world.gateway.deaths_s = [100.5]
+    assert seen.unexplained == 1, "it was asked after that death"
+
+
+async def test_a_gateway_may_tell_at_the_end_what_it_could_not_tell_before() -> None:
+    world = FakeWorld()
+    key = sampling_key(OLD, "rid0")
+    seen, answer = observer(world), chat_answer(ids_of(CHATTED, TOKENS, key, key), temperature=1.0)
+    seen._truth = truth()
+    seen.ended(answer)
+    await _rest()
+    assert (seen.untold, seen.unexplained) == (1, 1)
+    world.explains[answer.rid] = [told()]
+    await seen.finish()
+    assert (seen.untold, seen.unexplained) == (0, 0)
+    assert violations(seen.requests[0]) == []
+
+
+@pytest.mark.parametrize("early", [True, False])
+async def test_streams_of_gateways_that_may_die_are_asked_about_early(early: bool) -> None:
+    world = FakeWorld()
+    key = sampling_key(OLD, "rid0")
+    seen, answer = observer(world, early=early), chat_answer(ids_of(CHATTED, TOKENS, key, key), temperature=1.0)
+    seen._truth = truth()
+    world.explains[answer.rid] = [told()]
+    seen.began(answer)
+    await _rest()
+    world.gateway.running, world.gateway.deaths_s = False, [101.8]
+    seen.ended(answer)
+    await seen.finish()
+    assert (seen.untold, seen.unexplained) == (0 if early else 1, 0)
+    assert [violations(read) for read in seen.requests] == ([[]] if early else [])
+
+
+async def test_a_started_engine_is_asked_for_its_secret() -> None:
+    world = FakeWorld()
+    seen = observer(world)
+
+    @dataclass
+    class Engine:
+        name: str = "decode0"
+        role: str = "decode"
+        launched_s: float = 99.0
+
+    await world.on_start(Engine())
+    await world.on_start(Gateway("gateway0"))
+    assert seen._truth.secrets == {"decode0": [Secret(99.0, OLD, False)]}
+
+
+async def _rest() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+# -- what is left -----------------------------------------------------------------------------------------------------
+
+
+def test_gauges_are_summed_and_the_unknown_is_none() -> None:
+    text = (
+        "# HELP pdgate_live_bookings x\n"
+        "pdgate_live_bookings 2.0\n"
+        'pdgate_kv_unaccounted_tokens{engine="a",role="decode"} NaN\n'
+        'pdgate_kv_unaccounted_tokens{engine="b",role="decode"} -3.0\n'
+        'pdgate_kv_unaccounted_tokens{engine="c",role="decode"} 0.5\n'
+        "pdgate_live_bookings_total 9.0\n"
+    )
+    found = leftovers.gauges(text)
+    assert (found["pdgate_live_bookings"], found["pdgate_kv_unaccounted_tokens"]) == (2, 4)
+    assert set(found) == set(leftovers.GAUGES)
+    assert sum(found.values()) == 6
