@@ -5,8 +5,6 @@ What may be done was planned when it began (`gateway/course.py`). Here it is don
 
 from __future__ import annotations
 
-from enum import Enum
-
 from engines.client_stream import Inexact
 from failover import retry
 from failover.recovery import Mode
@@ -21,20 +19,21 @@ from gateway.verdict import final_error
 _DONE = {Mode.RESUME: "resumes", Mode.REPLAY: "replays", Mode.RESUME_TEXT: "resumes by text"}
 
 
-class Ahead(Enum):
-    """What a broken stream still needs."""
+async def closed(gw: Gateway, story: Story, course: Course, decision: Decision) -> bool:
+    """Whether its client has the last words already, so that only the end was missing: it is written now.
 
-    ATTEMPT = "attempt"
-    NOTHING = "nothing"
-    """Its client has its last words already: only its end was missing, and is written."""
+    To be asked first of all: no verdict on servers takes back an answer that was given.
+    """
+    if not course.lacks_its_end_only:
+        return False
+    await course.close(decision.rid)
+    story.record.judged(decision, "closed")
+    gw.metrics.continued("close", "whole")
+    return True
 
 
-async def go_on(gw: Gateway, story: Story, course: Course, decision: Decision, failed: AttemptFailed) -> Ahead:
+async def go_on(gw: Gateway, story: Story, course: Course, failed: AttemptFailed) -> None:
     """Prepare the next attempt of a broken stream. Raises GatewayError where it cannot go on."""
-    if course.lacks_its_end_only:
-        await course.close(decision.rid)
-        gw.metrics.continued("close", "whole")
-        return Ahead.NOTHING
     mode = course.plan.mode
     try:
         match mode:
@@ -51,7 +50,6 @@ async def go_on(gw: Gateway, story: Story, course: Course, decision: Decision, f
         raise broken_off(gw, course, failed, str(why)) from why
     gw.metrics.continued(mode.value, "begun")
     await story.reply.comment(f"pdgate {_DONE[mode]}: the {failed.outcome.leg} server failed ({failed.outcome.kind})")
-    return Ahead.ATTEMPT
 
 
 def broken_off(gw: Gateway, course: Course, failed: AttemptFailed, why: str) -> GatewayError:

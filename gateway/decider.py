@@ -33,6 +33,7 @@ from routing.queueing import FILL_RATIO, HeldBack, Offer, WaitingQueue, has_room
 from routing.types import Choice, Dropped, RequestView, RoutingSnapshot
 
 _MAYBE_ANOTHER = (Health.SUSPECTED, Health.BROKEN)
+_FOR_THE_MOMENT = (Health.SLOW, Health.UNKNOWN)
 _LOOK_AHEAD = 64
 """Requests that one pass looks at; one that let some leave is followed by another."""
 
@@ -396,4 +397,4 @@ class Decider:
 
 def _may_come_back(views: Iterable[EngineView], role: Role) -> bool:
     """Whether a server of this role takes no rooms for the moment only: a reason to wait, not to refuse."""
-    return any(view.health is Health.SLOW and view.spec.role is role and not view.draining for view in views)
+    return any(view.health in _FOR_THE_MOMENT and view.spec.role is role and not view.draining for view in views)

@@ -28,7 +28,7 @@ from gateway import openai_api
 from gateway.admission import admit
 from gateway.attempt import AttemptFailed, follow
 from gateway.context import Gateway
-from gateway.continuation import Ahead, broken_off, go_on
+from gateway.continuation import broken_off, closed, go_on
 from gateway.course import Course, StreamOver
 from gateway.decider import Decision
 from gateway.errors import GatewayError
@@ -188,7 +188,7 @@ async def _run_unit(
             if tries.last is None:
                 gw.retries.fresh(decision.decode.engine_id)
             failed = await _attempt(gw, story, course, decision, turn)
-        if failed is None:
+        if failed is None or await closed(gw, story, course, decision):
             return
         progressed = course.progressed()
         verdict = await judge(
@@ -205,8 +205,7 @@ async def _run_unit(
             case Verdict.RETRY:
                 course.restart()
             case Verdict.CONTINUE:
-                if await go_on(gw, story, course, decision, failed) is Ahead.NOTHING:
-                    return
+                await go_on(gw, story, course, failed)
                 view = course.view() if progressed else view
             case Verdict.GIVE_UP if course.sink.sent:
                 raise broken_off(gw, course, failed, "it has had all its attempts")

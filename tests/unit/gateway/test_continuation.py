@@ -143,6 +143,29 @@ async def test_a_stream_whose_end_is_missing_gets_it_without_another_attempt(wor
     assert len(world.record["attempts"]) == 1
 
 
+async def dead(engine_id: Any) -> bool:
+    """What broke is gone."""
+    return False
+
+
+@story
+async def test_an_answer_that_was_given_is_not_taken_back_for_its_servers_deaths(world: World) -> None:
+    """Two servers ended while they worked on it: such a request is not tried again, but this one need not be."""
+    world.gw.monitor.probe_now = dead  # type: ignore[method-assign]
+    breaks = Breaks(3)
+
+    def dies_twice(host: str, body: dict[str, Any]) -> FakeExchange | None:
+        if host.startswith("d") and not breaks.left:
+            return breaking(*pieces(body)[:-2])
+        return breaks(host, body)
+
+    world.servers.behave = dies_twice
+    await ask(world, completion())
+    assert text(world) == WHOLE
+    assert events(world)[-1] == b"data: [DONE]"
+    assert [each["verdict"] for each in world.record["attempts"]] == ["continue", "closed"]
+
+
 @story
 async def test_what_cannot_go_on_ends_with_one_error_that_says_why(world: World) -> None:
     world.servers.behave = Breaks(3)

@@ -190,13 +190,14 @@ async def test_what_others_brought_to_a_decode_counts_too() -> None:
     assert (await first).decode.engine_id == D0
 
 
+@pytest.mark.parametrize("health", [Health.SLOW, Health.UNKNOWN])
 @pytest.mark.parametrize("name", ["p0", "d0"])
-def test_a_slow_server_is_waited_for(name: str) -> None:
+def test_a_server_that_is_late_or_not_looked_at_yet_is_waited_for(name: str, health: Health) -> None:
     @timeless
     async def waits() -> None:
         fleet = up("p0", "d0")
         engine = EngineId(f"http://{name}")
-        fleet.set_health(engine, Health.SLOW, "late")
+        fleet.set_health(engine, health, "late")
         at = decider(fleet)
         (task,) = await submitted(at, request())
         assert not task.done()
