@@ -54,6 +54,7 @@ COMMANDS: dict[str, Command] = {
     "replay": Command("replay a trace against a gateway", _module("gateway.bench.replay")),
     "redis": Command("look into the Redis that gateways of a fleet share", _module("gateway.redis_cli")),
     "explain": Command("show why a request went where it went", _module("gateway.explain_cli")),
+    "chaos": Command("break a fleet of emulated servers on purpose, and judge it", _module("failover.chaos.cli")),
 }
 
 

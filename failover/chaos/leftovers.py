@@ -33,6 +33,7 @@ GAUGES = (
 UNCLEAN = ("Traceback", "crashed", "never retrieved", " ERROR ")
 """What no log of a gateway may hold."""
 _JOURNALS = FailoverKeys("*", "*").attempts("*").decode()
+_CLIENTS = "sockets of clients in"
 _POLL_S = 0.1
 _SHOWN_CHARS = 120
 
@@ -50,13 +51,17 @@ class Leftovers:
         """Note what an idle gateway has open."""
         self._files = {gateway.name: other_files(gateway.pid) for gateway in self._world.of("gateway")}
 
-    async def wait(self, within_s: float) -> bool:
-        """Wait until nothing is left; False if something is after that time. `ledgers` and `counts` are of the end."""
+    async def wait(self, within_s: float, *, with_clients: bool = True) -> bool:
+        """Wait until nothing is left; False if something is after that time. `ledgers` and `counts` are of the end.
+
+        `with_clients` False: gateways are still asked for other things, so that connections to them do not count.
+        """
         loop = asyncio.get_running_loop()
         until_s = loop.time() + within_s
         while True:
             await self.look()
-            if not any(self.counts.values()) and not any(ledger.by_room for ledger in self.ledgers):
+            counts = [n for name, n in self.counts.items() if with_clients or not name.startswith(_CLIENTS)]
+            if not any(counts) and not any(ledger.by_room for ledger in self.ledgers):
                 return True
             if loop.time() > until_s:
                 return False
@@ -117,7 +122,7 @@ class Leftovers:
         port = self._world.addresses.ports[gateway.name]
         taken = [each for each in mine if each.port == port and each.state != LISTEN]
         clients = sum((each.port, each.peer_port) not in of_peers for each in taken)
-        self.counts[f"sockets of clients in {gateway.name}"] = clients
+        self.counts[f"{_CLIENTS} {gateway.name}"] = clients
         left = sum(each.state == CLOSE_WAIT for each in mine)
         self.counts[f"sockets in {gateway.name} whose peers have closed them"] = left
 

@@ -120,7 +120,14 @@ class TcpProxy:
             return
         _prepare(client)
         self.connections_total += 1
-        self._opening[client] = spawn(self._connect(client), "chaos-proxy-connect")
+        self._opening[client] = task = spawn(self._connect(client), "chaos-proxy-connect")
+
+        def never_begun(_: object) -> None:
+            """A task that is cancelled before its first step closes nothing itself."""
+            if self._opening.pop(client, None) is not None:
+                client.close()
+
+        task.add_done_callback(never_begun)
 
     def _change(self) -> None:
         rules = self._imposed.values()

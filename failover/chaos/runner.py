@@ -31,6 +31,8 @@ from failover.chaos.scenario import Scenario, ScenarioError
 UNTOLD = "answers of gateways that died"
 """What a record says of answers that nobody can judge."""
 _TELL_S = 1.0
+_LAST_LOOK_S = 2.0
+"""How long the last connections of our own may take to be gone."""
 
 
 async def run(scenario: Scenario, seed: int, *, long: bool, tell: Callable[[str], None], stop: asyncio.Event) -> Record:
@@ -94,9 +96,12 @@ class _Run:
             await self._settle(driver)
             load_s = world.now_s()
             self._say("waits until all is given back")
+            within_s = 0.0 if self._stop.is_set() else self._scenario.expect.settle_s
+            settled = await leftovers.wait(within_s, with_clients=False)
+            settled_s = world.now_s() - load_s
             await observer.finish()
-            settled = await leftovers.wait(0.0 if self._stop.is_set() else self._scenario.expect.settle_s)
-            return self._record(seed, long, load_s, world.now_s() - load_s if settled else None, leftovers)
+            settled = await leftovers.wait(min(within_s, _LAST_LOOK_S)) and settled
+            return self._record(seed, long, load_s, settled_s if settled else None, leftovers)
 
     async def _play(self, driver: Driver, load_s: float) -> None:
         """The load with its faults, until both are over."""

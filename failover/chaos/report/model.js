@@ -14,7 +14,7 @@ const PROCESS = {
 
 function readRun(at) {
   const run = dataOf(`run-${at}`);
-  run.requests.forEach(readRequest);
+  run.requests.forEach((request) => readRequest(request, run));
   run.requests.sort((a, b) => a.asked - b.asked);
   run.byName = new Map(run.requests.map((request) => [request.name, request]));
   const ends = [run.load || 0, ...run.marks.map((mark) => mark[0] || 0)];
@@ -41,7 +41,8 @@ function readRun(at) {
 const rank = (instance) => (ROLES.indexOf(instance.role) + ROLES.length + 1) % (ROLES.length + 1);
 const state = (verdict) => (verdict.broken.length ? 0 : verdict.unseen ? 2 : 1);
 
-function readRequest(request) {
+// An attempt that had no end of its own went on until its gateway was killed, or to the end of the load.
+function readRequest(request, run) {
   let at = request.asked;
   request.at = request.times.map((step) => (at += step));
   request.attempts = request.attempts.map(([choice, rid, room, prefill, decode, began, ended]) =>
@@ -52,7 +53,12 @@ function readRequest(request) {
     latest.set(attempt.choice, attempt);
   }
   let end = Math.max(request.asked, request.at.at(-1) ?? request.asked);
-  for (const attempt of request.attempts) end = Math.max(end, attempt.ended ?? attempt.began);
+  const deaths = run.deaths.filter(([, gateway]) => gateway === request.gateway).map(([at]) => at);
+  for (const attempt of request.attempts) {
+    const died = deaths.filter((at) => at >= attempt.began).sort((a, b) => a - b)[0];
+    attempt.until = attempt.ended ?? died ?? Math.max(run.load || 0, attempt.began);
+    end = Math.max(end, attempt.until);
+  }
   request.end = end;
   request.tries = Math.max(0, ...request.prompts.map((_, choice) => triesOf(request, choice).length));
   request.first = null;
@@ -111,7 +117,7 @@ function isHit(end, instance) {
 function isTouched(request, attempt, fault) {
   const own = [request.gateway, attempt.prefill, attempt.decode];
   return fault.applied !== null && fault.ends.length > 0 && fault.ends.every((end) => own.some((name) => end.has(name)))
-    && attempt.began <= fault.to && (attempt.ended ?? Infinity) >= fault.from;
+    && attempt.began <= fault.to && attempt.until >= fault.from;
 }
 
 // A mark is of the process, or of the health that one gateway sees ("broken for gateway0"), or other words.
@@ -121,7 +127,7 @@ function readMark(at, what) {
   return { at, what, word, by: by || "", label: known ? spoken(word) : what };
 }
 
-// The spans of an instance's process, and of the worst that any gateway thinks of it.
+// The spans of an instance's process, and of the worst that any gateway thinks of it; a dead one thinks nothing.
 function readInstance(instance, run) {
   const marks = run.marks.filter((mark) => mark[1] === instance.name).sort((a, b) => a[0] - b[0]);
   instance.marks = marks.map(([at, , what]) => readMark(at, what));
@@ -130,14 +136,16 @@ function readInstance(instance, run) {
   const early = process.length && process[0].word === "started" && process[0].at > 500;
   const spans = [{ from: run.from, process: early ? "down" : "up", health: "good", what: "" }];
   const thought = new Map();
-  for (const mark of instance.marks) {
+  const gone = run.marks.filter(([, name, what]) => PROCESS[what] === "down" && name !== instance.name);
+  const told = [...instance.marks, ...gone.map(([at, name]) => ({ at, gone: name }))].sort((a, b) => a.at - b.at);
+  for (const mark of told) {
     const last = spans.at(-1);
     const next = { ...last, from: mark.at };
     if (PROCESS[mark.word]) next.process = PROCESS[mark.word];
-    else if (HEALTH[mark.word]) {
-      thought.set(mark.by, mark);
+    else if (mark.gone ? thought.delete(mark.gone) : HEALTH[mark.word]) {
+      if (!mark.gone) thought.set(mark.by, mark);
       const all = [...thought.values()];
-      next.health = ["bad", "doubt", "good"].find((health) => all.some((each) => HEALTH[each.word] === health));
+      next.health = ["bad", "doubt"].find((health) => all.some((each) => HEALTH[each.word] === health)) || "good";
       next.what = all.map((each) => each.what).join(", ");
     } else continue;
     last.to = mark.at;

@@ -93,7 +93,7 @@ function drawRequest(context, request, y, tall) {
   for (const attempt of request.attempts) {
     const inset = choices > 1 && each > 2 ? 0.5 : 0;
     const at = top + attempt.choice * each;
-    bar(context, colour, attempt.last ? 0.95 : 0.42, attempt.began, attempt.ended ?? view.run.to, at + inset, each - 2 * inset);
+    bar(context, colour, attempt.last ? 0.95 : 0.42, attempt.began, attempt.until, at + inset, each - 2 * inset);
     if (!attempt.last && attempt.ended !== null) cap(context, ink.broken, attempt.ended, at, each);
   }
   if (!request.attempts.length) bar(context, colour, 0.95, request.asked, request.end, top, thick);

@@ -265,6 +265,14 @@ def test_a_replay_tells_what_differs(fake: Runner, folder: Path, capsys: pytest.
     ]
 
 
+def test_an_interrupted_replay_is_not_compared(fake: Runner, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fake.during = lambda: os.kill(os.getpid(), signal.SIGINT)
+    assert chaos("replay", saved(record(WHOLE, BROKEN))) == 130
+    told = capsys.readouterr().out
+    assert "differs" not in told
+    assert "the same" not in told
+
+
 def test_a_replay_of_violations_that_come_again_is_no_success(fake: Runner, folder: Path) -> None:
     fake.made = record(WHOLE, BROKEN)
     assert chaos("replay", saved(fake.made)) == 1

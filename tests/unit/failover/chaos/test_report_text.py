@@ -20,7 +20,7 @@ from failover.chaos.report_text import (
     violations,
 )
 from failover.chaos.verdict import Broken, Judgement, Verdict
-from tests.unit.failover.chaos.records import BROKEN, LEFT, LOST, REFUSED, RESUMED, WHOLE, record
+from tests.unit.failover.chaos.records import LEFT, LOST, REFUSED, RESUMED, WHOLE, record
 
 AGAIN = "pdgate chaos run calm.toml --seed 3"
 
@@ -107,7 +107,7 @@ def test_the_command_that_runs_it_again() -> None:
 
 
 def test_the_sum_is_one_line() -> None:
-    good, bad = judge(record()), judge(record(WHOLE, BROKEN, REFUSED))
+    good, bad = judge(record()), judge(record(WHOLE, REFUSED, replace(REFUSED, name="r-too")))
     assert violations(bad) == 2
     assert str(total([("a", 1, good), ("b", 1, good), ("a", 2, good)])) == "2 scenarios, 2 seeds: 0 violations"
     assert str(total([("a", 1, good), ("a", 2, bad)])) == "1 scenario, 2 seeds: 2 violations"
