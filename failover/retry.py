@@ -89,10 +89,9 @@ def culprit(outcome: Outcome, pair: tuple[EngineId, EngineId]) -> EngineId:
     return prefill if outcome.leg is Leg.DECODE else decode
 
 
-def names_nobody(outcome: Outcome) -> bool:
-    """Whether KV was lost between two servers and neither is named: each of them may be what broke it."""
-    by_transfer = re.search(_TRANSFER, outcome.message, re.IGNORECASE)
-    return bool(by_transfer) and not _AGAINST_THE_PEER.search(outcome.message)
+def lost_between(outcome: Outcome) -> bool:
+    """Whether KV was lost between two servers: each may be what broke it, whichever of them its words name."""
+    return re.search(_TRANSFER, outcome.message, re.IGNORECASE) is not None
 
 
 def may_be_a_death(outcome: Outcome) -> bool:
@@ -159,8 +158,8 @@ def decide(outcome: Outcome, pair: tuple[EngineId, EngineId], history: History) 
     """Whether the request of a failed attempt on `pair` is tried again, and where not.
 
     Once the client has a byte it is not: it may be continued. Neither happens after a caller's fault, or with less
-    than 50 ms left. `outcome` is of the leg that is at fault. Where it names no server the pair is excluded, and both
-    its members are avoided as far as there are others (`routing/filters.py`).
+    than 50 ms left. `outcome` is of the leg that is at fault. Where KV was lost on the way the pair is excluded, and
+    both its members are avoided as far as there are others (`routing/filters.py`).
     """
     fault = classify(outcome)
     if fault is Fault.CALLER:
@@ -176,7 +175,7 @@ def decide(outcome: Outcome, pair: tuple[EngineId, EngineId], history: History) 
     delay_s = _BACKOFF_S[min(history.attempts, len(_BACKOFF_S)) - 1]
     if fault is Fault.OURS:
         return Decision(verdict, fault, delay_s=delay_s)
-    if names_nobody(outcome):
+    if lost_between(outcome):
         return Decision(verdict, fault, excluded_pair=pair, delay_s=delay_s)
     return Decision(verdict, fault, excluded_engine=culprit(outcome, pair), delay_s=delay_s)
 

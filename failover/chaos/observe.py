@@ -32,6 +32,7 @@ _LEFT_S = 1.0
 """A gateway has noticed by then that a client left."""
 _ASKED_AT_ONCE = 16
 _QUICK_S = 1.0
+_REFUSED = 400
 T = TypeVar("T")
 _KEPT = ("rid", "room", "choice_index", "prefill", "decode", "decided_s", "ended_s")
 
@@ -160,7 +161,7 @@ class Observer:
             await asyncio.sleep(_LEFT_S)
         told = await self._explained(answer)
         early = self._told.pop(answer.asked.number, None)
-        if told is None and answer.status is not None:
+        if told is None and answer.status is not None and answer.status < _REFUSED:  # no attempt was made for it
             self._unexplained[answer.asked.number] = answer
         self._note(answer, early if told is None else told)
         if told is not None and any(each["ended_s"] is None for each in told):

@@ -108,7 +108,7 @@ class Processes:
         missing = [f"{gateway.name}: {self.name_of(each['id'])} is {each['health']}" for each in bad]
         if told["pairs"] == 0:
             missing.append(f"{gateway.name} has no pair that fits")
-        if not told["index"] or any(join["kind"] != "ids" and not join["reason"] for join in told["index"].values()):
+        if not told["index"] or any(join["kind"] != "ids" for join in told["index"].values()):
             missing.append(f"{gateway.name} has not looked at the engines' tokenizer")
         return missing
 

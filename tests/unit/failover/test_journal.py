@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engines.types import EngineId
-from failover.journal import FailoverKeys, Signal, SignalKind, pack, unpack
+from failover.journal import FailoverKeys, Server, Signal, SignalKind, pack, pack_attempt, unpack, unpack_attempt
 from routing.ownership import Keys
 
 P = EngineId("http://p0")
@@ -16,6 +16,8 @@ def test_all_keys_of_a_fleet_lie_in_one_slot_and_none_is_another() -> None:
     keys = FailoverKeys("pdgate", "f")
     names = [keys.process(7), keys.process(8), keys.leases(), keys.members()]
     names += [keys.asked(), keys.signals(), keys.poison()]
+    names += [keys.data_set(), keys.lives(), keys.addresses(), keys.verdicts()]
+    names += [key(name) for key in (keys.attempts, keys.reaped, keys.claim) for name in ("a", "a-2")]
     assert len(set(names)) == len(names)
     assert all(name.startswith(b"pdgate:{f:f}:") for name in names)
     assert not {*names} & {Keys("pdgate", "f").bookings(), Keys("pdgate", "f").replicas()}
@@ -56,3 +58,27 @@ def test_a_reason_has_its_length() -> None:
     assert found is not None
     assert len(found.reason) == 200
     assert unpack(pack(Signal("me", SignalKind.SUSPICION, P, "\udcff", "boot"))) is not None
+
+
+def test_an_attempt_comes_back_as_it_was() -> None:
+    prefill, decode = Server(P, "boot"), Server(EngineId("http://d0"))
+    assert unpack_attempt(pack_attempt(prefill, decode)) == (prefill, decode)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"",
+        b"?",
+        b"\xff",
+        b"{}",
+        b"7",
+        b"null",
+        b'["a","b"]',
+        b'[["a","b"]]',
+        b'[["a",1],["b","c"]]',
+        b'[["a","b","c"],["d","e"]]',
+    ],
+)
+def test_what_is_no_attempt_has_no_servers(value: bytes) -> None:
+    assert unpack_attempt(value) == ()

@@ -93,19 +93,19 @@ def test_an_engines_failure_is_tried_elsewhere() -> None:
 
 
 @pytest.mark.parametrize(
-    ("message", "nobody"),
+    ("message", "between"),
     [
         ("Decode transfer failed for request rank=0: KVTransferError(7): partial", True),
         ("Prefill bootstrap failed for request", True),
-        ("KVTransferError(7): Failed to send kv chunk", False),
-        ("Decode handshake failed for request", False),
+        ("KVTransferError(7): Failed to send kv chunk", True),
+        ("Decode handshake failed for request", True),
         ("some assertion", False),
     ],
 )
-def test_lost_kv_that_names_no_server_is_tried_without_either(message: str, nobody: bool) -> None:
+def test_kv_that_was_lost_on_the_way_is_computed_again_without_either(message: str, between: bool) -> None:
     decision = decide(outcome(status=500, message=message), (P, D), history())
     assert decision.verdict is Verdict.RETRY
-    assert (decision.excluded_engine is None, decision.excluded_pair) == ((True, (P, D)) if nobody else (False, None))
+    assert (decision.excluded_engine is None, decision.excluded_pair) == ((True, (P, D)) if between else (False, None))
 
 
 def test_a_callers_fault_goes_to_the_client_and_is_never_retried() -> None:
