@@ -4,14 +4,16 @@ PYTHON ?= $(shell command -v python3.12 >/dev/null 2>&1 && python3.12 --version 
 VENV ?= .venv
 BIN := $(VENV)/bin
 SGLANG_DIR ?= $(shell echo $${PDGATE_SGLANG_DIR:-$${XDG_CACHE_HOME:-$$HOME/.cache}/pdgate/sglang-0.5.23})
+SEEDS ?= 1
 SGLANG := PDGATE_SGLANG_DIR="$(SGLANG_DIR)"
 
-.PHONY: help demo install check lint types unit contract scenarios test sglang test-sglang smoke-sglang conformance test-long clean
+.PHONY: help demo install check lint types unit contract browser chaos chaos-quick scenarios test sglang test-sglang smoke-sglang conformance test-long clean
 
 help:
 	@echo 'make demo       install, then a fleet of emulated servers, a gateway, and kills; every answer checked'
 	@echo 'make check      lint, types, unit and property tests'
-	@echo 'make test       check + contract + scenarios on real processes'
+	@echo 'make test       check + contract + browser + scenarios on real processes'
+	@echo 'make chaos      every scenario of examples/chaos, its short form; SEEDS=5 for more'
 	@echo 'make test-long  every criterion at its full size'
 	@echo 'make sglang     an environment that runs a real SGLang on a CPU'
 	@echo 'make test-sglang  pdgate in front of it; make smoke-sglang: eight cases of that'
@@ -55,7 +57,16 @@ scenarios: $(VENV)/installed-dev
 
 check: lint types unit
 
-test: check contract scenarios
+browser: $(VENV)/installed-dev
+	$(BIN)/pytest tests/browser -m 'not long'
+
+chaos: $(VENV)/installed-dev
+	$(BIN)/pdgate chaos run examples/chaos --seeds $(SEEDS)
+
+chaos-quick: $(VENV)/installed-dev
+	$(BIN)/pdgate chaos run examples/chaos --quick
+
+test: check contract browser scenarios
 
 sglang:
 	PYTHON=$(PYTHON) tests/sglang_cpu/install.sh "$(SGLANG_DIR)"

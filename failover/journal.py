@@ -1,6 +1,7 @@
-"""What gateways of one fleet write down for each other besides ownership: key names, and signals. Pure.
+"""What gateways of one fleet write down for each other besides ownership: key names, signals, live attempts. Pure.
 
-All keys of a fleet lie in one Cluster slot. They are small: an entry for each engine, gateway and refused request.
+All keys of a fleet lie in one Cluster slot. They are small: an entry for each engine, gateway, refused request and live
+attempt.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+
+import orjson
 
 from engines.types import EngineId
 
@@ -20,7 +23,10 @@ _NONE = EngineId("")
 
 @dataclass(frozen=True, slots=True)
 class FailoverKeys:
-    """Every key of process ids, leases, suspicion and poison. `prefix` tells pdgate's keys from others'."""
+    """Every key of process ids, leases, suspicion, poison, and of who is there and who is dead.
+
+    `prefix` tells pdgate's keys from others'. Times are Unix milliseconds of Redis's own clock, everywhere.
+    """
 
     prefix: str
     fleet: str
@@ -33,11 +39,11 @@ class FailoverKeys:
         return self._key("process", process_id)
 
     def leases(self) -> bytes:
-        """HASH: lease → `token since holder`; times are Unix milliseconds of Redis's own clock."""
+        """HASH: lease → `token since holder`."""
         return self._key("leases")
 
     def members(self) -> bytes:
-        """ZSET: gateways that want leases → until when they, and hence their leases, count; as above."""
+        """ZSET: gateways that want leases → until when they, and hence their leases, count."""
         return self._key("members")
 
     def asked(self) -> bytes:
@@ -49,8 +55,36 @@ class FailoverKeys:
         return self._key("signals")
 
     def poison(self) -> bytes:
-        """ZSET: fingerprint of a refused request → until when it is refused, as above."""
+        """ZSET: fingerprint of a refused request → until when it is refused."""
         return self._key("poison")
+
+    def data_set(self) -> bytes:
+        """STRING: drawn by chance, once for each data set: it is another after a flush or an empty restart."""
+        return self._key("data_set")
+
+    def lives(self) -> bytes:
+        """ZSET: replica → until when it counts as there; who is gone stays in it until it was reaped."""
+        return self._key("lives")
+
+    def addresses(self) -> bytes:
+        """HASH: replica, of those in `lives` → the URL at which others may ask whether it is there; may be empty."""
+        return self._key("addresses")
+
+    def verdicts(self) -> bytes:
+        """ZSET: `observer suspect` → until when this observer's word counts that the suspect is dead."""
+        return self._key("verdicts")
+
+    def attempts(self, replica: str) -> bytes:
+        """HASH: rid → the servers of each live attempt of a replica."""
+        return self._key("attempts", replica)
+
+    def reaped(self, replica: str) -> bytes:
+        """STRING: this replica was declared dead; it may not go on under this name."""
+        return self._key("reaped", replica)
+
+    def claim(self, replica: str) -> bytes:
+        """STRING, expiring: who releases what a dead replica had, and since when."""
+        return self._key("claim", replica)
 
 
 class SignalKind(StrEnum):
@@ -97,3 +131,27 @@ def unpack(fields: Mapping[bytes, bytes]) -> Signal | None:
     if not replica or (kind is SignalKind.SUSPICION) != bool(engine_id) or len(engine_id) > _MAX_NAME_CHARS:
         return None
     return Signal(replica, kind, EngineId(engine_id), reason[:_MAX_REASON_CHARS], fingerprint)
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A server as the journal names it: replicas that reach it by other URLs know it by the fingerprint of its boot."""
+
+    engine_id: EngineId
+    fingerprint: str = ""
+
+
+def pack_attempt(prefill: Server, decode: Server) -> bytes:
+    """The value of an attempt in `FailoverKeys.attempts`."""
+    return orjson.dumps([(each.engine_id, each.fingerprint) for each in (prefill, decode)])
+
+
+def unpack_attempt(value: bytes) -> tuple[Server, ...]:
+    """Its prefill and its decode; nothing for what is no attempt."""
+    try:
+        (prefill, prefill_boot), (decode, decode_boot) = orjson.loads(value)
+    except (ValueError, TypeError):
+        return ()
+    if not all(isinstance(each, str) for each in (prefill, prefill_boot, decode, decode_boot)):
+        return ()
+    return Server(EngineId(prefill), prefill_boot), Server(EngineId(decode), decode_boot)

@@ -13,6 +13,7 @@ from gateway.errors import GatewayError
 from gateway.join_probe import Join
 from gateway.openai_api import openai_models, served
 from gateway.owners_api import owners_json, status_json
+from gateway.replicas import REPLICA_PATH
 from routing.compatibility import Apart
 
 
@@ -26,8 +27,9 @@ def add_routes(app: web.Application, gw: Gateway) -> None:
         by_model = ready_pairs(gw)
         wanted = request.query.get("model")
         pairs = sum(by_model.values()) if wanted is None else by_model.get(wanted, 0)
+        fenced = gw.replicas is not None and gw.replicas.is_fenced
         body = {
-            "ready": bool(pairs),
+            "ready": bool(pairs) and not fenced,
             "pairs": pairs,
             "models": gw.fleet.models(),
             "pairs_by_model": by_model,
@@ -37,8 +39,9 @@ def add_routes(app: web.Application, gw: Gateway) -> None:
             "pairs_in_trouble": gw.decider.pairs.as_json(),
             "ownership": status_json(gw.shared.store.status()),
             "index": {model: _join_json(join) for model, join in gw.joins.models().items()},
+            "replicas": _replicas_json(gw),
         }
-        return _json(body, 200 if pairs else 503)
+        return _json(body, 200 if body["ready"] else 503)
 
     async def models(request: web.Request) -> web.StreamResponse:
         return _json(openai_models(_context_tokens(gw), gw.started_s))
@@ -70,6 +73,9 @@ def add_routes(app: web.Application, gw: Gateway) -> None:
     async def owners(request: web.Request) -> web.StreamResponse:
         return _json(await owners_json(gw))
 
+    async def replica(request: web.Request) -> web.StreamResponse:
+        return _json({"replica": gw.shared.replica if gw.replicas is None else gw.replicas.name})
+
     drain.add_routes(app, gw)
     app.router.add_get("/health", health)
     app.router.add_get("/readyz", readyz)
@@ -78,6 +84,22 @@ def add_routes(app: web.Application, gw: Gateway) -> None:
     app.router.add_get("/metrics", metrics)
     app.router.add_get("/pdgate/explain/{id}", explain)
     app.router.add_get("/pdgate/owners", owners)
+    app.router.add_get(REPLICA_PATH, replica)
+
+
+def _replicas_json(gw: Gateway) -> dict[str, object] | None:
+    """This gateway among its replicas; None where nothing is shared."""
+    if gw.replicas is None:
+        return None
+    status = gw.replicas.status()
+    return {
+        "name": status.name,
+        "live": status.live,
+        "absent": status.absent,
+        "reaped": status.reaped,
+        "fenced": status.fenced,
+        "fencings": status.fencings,
+    }
 
 
 def _context_tokens(gw: Gateway) -> dict[str, int]:

@@ -15,6 +15,7 @@ from engines.types import Stage
 from gateway import openai_api
 from gateway.context import Gateway
 from gateway.errors import bad_request, upstream_failed
+from gateway.live import fenced
 from gateway.openai_api import ParsedRequest, Unit
 from gateway.prompt import vocabulary_tokens
 
@@ -25,7 +26,9 @@ MAX_SHARED_BYTES = 256 * 1024 * 1024
 
 
 def admit(gw: Gateway, request: ParsedRequest) -> tuple[Unit, ...]:
-    """The engine requests of this request; refuses what no engine serves or survives."""
+    """The engine requests of this request; refuses what no engine serves or survives, and everything while fenced."""
+    if gw.replicas is not None and gw.replicas.is_fenced:
+        raise fenced(Stage.ADMISSION)
     if too_deep(request.body):
         raise bad_request(f"the body is nested more than {MAX_DEPTH} levels deep", code="invalid_json")
     if models := gw.fleet.models():

@@ -24,7 +24,7 @@ from engines.types import EngineId
 from engines.upstream import Upstream
 from failover.monitor import Monitor
 from failover.poison import PoisonGuard
-from gateway import logs, process, tokenizer
+from gateway import logs, process, redis_flags, tokenizer
 from gateway.canaries import Canaries, Way
 from gateway.config import Config, ConfigError
 from gateway.context import Gateway
@@ -119,12 +119,13 @@ def build(config: Config, place: Place | None = None) -> Gateway:
     to_decider.decider = decider
     monitor.owed = decider.bookings.owed
     poison, rooms = PoisonGuard(), RoomMaker(Random(ids.getrandbits(64)))
-    replicas = _replicas(shared, ids, decider, fleet, monitor, poison, rooms)
+    strategy, releaser = SglangStrategy(config.server.api_key), Releaser(fleet, decider.bookings, monitor, metrics)
+    send_on = Way(fleet, strategy, upstream, monitor, releaser, rooms)
+    live = LiveRequests()
+    replicas = _replicas(shared, ids, decider, send_on, poison, live)
     hashing = _hashing(joins, lambda model, salt, lora: chain_root(gw, model, salt, lora))
     leases = replicas.leases if replicas is not None else None
     feed = KvFeed(fleet, owners, hashing, leases, restart_seen=monitor.look_now)
-    strategy, releaser = SglangStrategy(config.server.api_key), Releaser(fleet, decider.bookings, monitor, metrics)
-    send_on = Way(fleet, strategy, upstream, monitor, releaser, rooms)
     canaries = Canaries(decider, send_on, ids, config.fleet.canary_interval_s)
     gw = Gateway(
         config=config,
@@ -148,7 +149,7 @@ def build(config: Config, place: Place | None = None) -> Gateway:
         poison=poison,
         rooms=rooms,
         rng=Random(ids.getrandbits(64)),
-        live=LiveRequests(),
+        live=live,
         explain=ExplainRing(config.explain.ring),
         metrics=metrics,
         tracing=Tracing(),
@@ -182,13 +183,7 @@ def _monitor(probe_s: float, fleet: Fleet, engine: SglangEngine, to_decider: _To
 
 
 def _replicas(
-    shared: SharedState,
-    ids: Random,
-    decider: Decider,
-    fleet: Fleet,
-    monitor: Monitor,
-    poison: PoisonGuard,
-    rooms: RoomMaker,
+    shared: SharedState, ids: Random, decider: Decider, way: Way, poison: PoisonGuard, live: LiveRequests
 ) -> Replicas | None:
     """What is shared besides ownership; None where nothing is."""
     if shared.link is None:
@@ -201,10 +196,15 @@ def _replicas(
         spawn,
         Random(ids.getrandbits(64)),
         decider=decider,
-        fleet=fleet,
-        monitor=monitor,
+        fleet=way.fleet,
+        monitor=way.monitor,
         poison=poison,
-        rooms=rooms,
+        rooms=way.rooms,
+        strategy=way.strategy,
+        upstream=way.upstream,
+        releaser=way.releaser,
+        fence=live.fence,
+        several=not shared.place.private,
     )
 
 
@@ -257,6 +257,7 @@ async def serve(config: Config, *, announce: bool = True) -> int:
             await runner.cleanup()
             return 1
         process.collect_rarely()
+        _advertise(gw, port)
         if announce:
             _announce(config, port, gw.shared.line)
         await stop.wait()
@@ -265,8 +266,25 @@ async def serve(config: Config, *, announce: bool = True) -> int:
     return 0
 
 
+def _advertise(gw: Gateway, port: int) -> None:
+    """Tell other gateways where to ask whether this one is there."""
+    if gw.replicas is None or gw.shared.place.private:
+        return
+    server, redis_url = gw.config.server, gw.config.ownership.url or ""
+    address = server.advertise_url or redis_flags.listener_address(server.host, port, redis_url)
+    if not address:
+        _log.warning(
+            "no --advertise-url, and other gateways cannot use %s: if this gateway's host is lost, what it runs stays "
+            "on the servers until they notice",
+            server.host,
+        )
+    gw.replicas.advertise(address)
+
+
 async def _drain(gw: Gateway, runner: web.AppRunner, hurry: asyncio.Event, grace_s: float) -> None:
     """No new connections; what runs may end within the grace period, or until a second signal. The rest is told."""
+    if gw.replicas is not None:
+        gw.replicas.advertise("")  # from now on it does not answer those who ask
     for site in tuple(runner.sites):
         await site.stop()
     _log.info(

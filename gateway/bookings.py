@@ -106,7 +106,7 @@ class _Decode:
 _NO_PREFILL, _NO_DECODE = _Prefill(), _Decode()
 
 
-def _nobody() -> None:
+def _nobody(_: object = None) -> None:
     """Nobody wants to know."""
 
 
@@ -125,6 +125,9 @@ class Bookings:
         self.version = 0
         self.own_changed: Callable[[], None] = _nobody
         """Called after every change of one's own."""
+        self.on_booked: Callable[[Booking], None] = _nobody
+        self.on_released: Callable[[Booking], None] = _nobody
+        """Called for each booking, when all of it is released."""
 
     def set_others(self, totals: Mapping[EngineId, Totals]) -> None:
         """What all other gateways together have promised now; engines left out have nothing of them."""
@@ -138,6 +141,7 @@ class Bookings:
         for decode in self._decodes_of(booking):
             decode.add(booking)
         self._own_changed()
+        self.on_booked(booking)
 
     def prefill_done(self, booking: Booking, now_s: float) -> float | None:
         """Release the prefill half; the seconds this prefill took, or None when it was released before.
@@ -155,6 +159,8 @@ class Bookings:
         if all(decode.take(booking) for decode in self._decodes_of(booking)):
             self._own_changed()
             held = True
+        if held:
+            self.on_released(booking)
         return held
 
     def _prefills_of(self, booking: Booking) -> Iterator[_Prefill]:

@@ -40,13 +40,17 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """Where clients are answered. `api_key`: sent to every engine; clients must send it too."""
+    """Where clients are answered. `api_key`: sent to every engine; clients must send it too.
+
+    `advertise_url`: where other gateways reach this very one; None: where it listens, if that is an address.
+    """
 
     host: str = "0.0.0.0"
     port: int = 30000
     max_payload_bytes: int = 536_870_912
     api_key: str | None = field(default=None, repr=False)
     log_level: str = "info"
+    advertise_url: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +162,13 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add(server, "--max-payload-size", whole(1), base.server.max_payload_bytes, "largest request body, in bytes")
     add(server, "--api-key", str, None, "key sent to every engine, and asked of clients")
     add(server, "--log-level", str, base.server.log_level, "least severe level logged", choices=LOG_LEVELS)
+    add(
+        server,
+        "--advertise-url",
+        redis_flags.advertise_url,
+        None,
+        "http://HOST:PORT at which other gateways of this fleet reach this very one (default: where it listens)",
+    )
 
     routing = parser.add_argument_group("routing")
     add(routing, "--policy", _policy, base.routing.policy, f"how pairs are chosen: {', '.join(POLICIES)}")
@@ -210,7 +221,9 @@ def from_args(args: argparse.Namespace) -> Config:
         raise ConfigError("add --pd-disaggregation: pdgate serves prefill/decode pairs only (yet)")
     routing, notes = _routing(args)
     return Config(
-        server=ServerConfig(args.host.strip("[]"), args.port, args.max_payload_size, args.api_key, args.log_level),
+        server=ServerConfig(
+            args.host.strip("[]"), args.port, args.max_payload_size, args.api_key, args.log_level, args.advertise_url
+        ),
         fleet=_fleet(args),
         routing=routing,
         queue=limit_flags.queue_config(args),
@@ -222,6 +235,11 @@ def from_args(args: argparse.Namespace) -> Config:
         tokenizer=_tokenizer(args),
         notes=notes + _unused(args),
     )
+
+
+def _server(args: argparse.Namespace) -> ServerConfig:
+    place = (args.host.strip("[]"), args.port)
+    return ServerConfig(*place, args.max_payload_size, args.api_key, args.log_level, args.advertise_url)
 
 
 def _routing(args: argparse.Namespace) -> tuple[RoutingConfig, tuple[str, ...]]:
@@ -236,7 +254,10 @@ def _routing(args: argparse.Namespace) -> tuple[RoutingConfig, tuple[str, ...]]:
 def _unused(args: argparse.Namespace) -> tuple[str, ...]:
     base = OwnershipStoreConfig()
     return redis_flags.notes(
-        args.redis_url, args.redis_namespace != base.namespace, args.redis_max_bytes != base.memory_bytes
+        args.redis_url,
+        args.redis_namespace != base.namespace,
+        args.redis_max_bytes != base.memory_bytes,
+        args.advertise_url is not None,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from engines.types import EngineId, Health, Role
+from failover.reaper import Verdict
 from gateway.context import Gateway
 from gateway.drain import DrainState, drain_state
 from gateway.kv_engine_feed import FeedMode, FeedStats
@@ -110,6 +111,16 @@ def _replica_gauges(status: ReplicasStatus) -> Iterator[Gauge]:
     yield "pdgate_replicas_booking", "Other gateways that have promised anything", {}, float(status.booked_elsewhere)
     yield "pdgate_leases_held", "Leases that this gateway holds", {}, float(status.leases_held)
     yield "pdgate_leases_alone", "1 while it acts on all leases, Redis being away", {}, float(status.alone)
+    yield "pdgate_replicas_live", "Gateways of the fleet that are there, this one included", {}, float(status.live)
+    for verdict in set(Verdict) - {Verdict.PRESENT}:
+        labels = {"verdict": str(verdict)}
+        gone = sum(each is verdict for each in status.absent.values())
+        yield "pdgate_replicas_absent", "Gateways that are gone, by what is thought of them", labels, float(gone)
+    yield "pdgate_attempts_journaled", "Live attempts that others could release", {}, float(status.journaled)
+    yield "pdgate_replicas_reaped", "Dead gateways whose attempts were released here", {}, float(status.reaped)
+    yield "pdgate_attempts_reaped", "Attempts released for dead gateways", {}, float(status.released)
+    yield "pdgate_fencings", "How often others have declared this gateway dead", {}, float(status.fencings)
+    yield "pdgate_fenced", "1 while it takes nothing new, having been declared dead", {}, float(status.fenced)
     counts = (
         ("sent", status.suspicions_sent),
         ("heard", status.suspicions_heard),

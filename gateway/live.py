@@ -7,7 +7,7 @@ its answer are on their way it is too late for that.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextvars import ContextVar
 from typing import Any
 
@@ -41,6 +41,20 @@ def _shutting_down() -> GatewayError:
         kind="service_unavailable",
         stage=Stage.STREAMING,
         definite=False,
+        retry_after_s=1.0,
+        safe_to_retry=True,
+    )
+
+
+def fenced(stage: Stage) -> GatewayError:
+    """503: other gateways have declared this one dead, and are releasing what it had."""
+    return GatewayError(
+        503,
+        "this gateway was cut off for so long that others took over what it ran",
+        code="gateway_fenced",
+        kind="service_unavailable",
+        stage=stage,
+        definite=stage is Stage.ADMISSION,
         retry_after_s=1.0,
         safe_to_retry=True,
     )
@@ -114,8 +128,15 @@ class LiveRequests:
 
     def shut_down(self) -> int:
         """End every request that has not ended, as the gateway stops; how many that were."""
+        return self._end_all(_shutting_down)
+
+    def fence(self) -> None:
+        """End every request that has not ended, as others release what it has on servers."""
+        self._end_all(lambda: fenced(Stage.STREAMING))
+
+    def _end_all(self, why: Callable[[], GatewayError]) -> int:
         everyone = {id(live): live for lives in self._by_name.values() for live in lives}
-        return sum(live.end(_shutting_down()) for live in everyone.values())
+        return sum(live.end(why()) for live in everyone.values())
 
     def __len__(self) -> int:
         return len({id(live) for lives in self._by_name.values() for live in lives})

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 
 from engines.fleet import Fleet
 from engines.pair import PairRun
@@ -21,6 +23,10 @@ _ANSWER_GRACE_S = 1.0
 """How long after a whole answer the prefill's own answer may take before it is told to stop."""
 
 
+def _nobody(_: object) -> None:
+    """Nobody wants to know."""
+
+
 class Releaser:
     """Owns every attempt that nobody follows any more, until both of its legs have ended."""
 
@@ -31,13 +37,26 @@ class Releaser:
         self._metrics = metrics
         self._tasks: set[asyncio.Task[None]] = set()
         self._on_engine: Counter[EngineId] = Counter()
+        self._rids: set[str] = set()
+        self.on_released: Callable[[str], None] = _nobody
+        """Called with the rid of each run that was taken over, when its legs have ended or are given up."""
 
     def let_go(self, run: PairRun, *, whole: bool) -> None:
         """Take over a run. `whole`: the answer had come, so that only the prefill's answer may be outstanding."""
         if run.open_legs:
             task = spawn(self._release(run, whole), f"release {run.attempt.rid}")
             self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._rids.add(run.attempt.rid)
+            task.add_done_callback(partial(self._over, run.attempt.rid))
+
+    def has(self, rid: str) -> bool:
+        """Whether an attempt was taken over and is not known to be free yet."""
+        return rid in self._rids
+
+    def _over(self, rid: str, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._rids.discard(rid)
+        self.on_released(rid)
 
     @property
     def pending(self) -> int:

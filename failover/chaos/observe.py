@@ -179,6 +179,9 @@ class Observer:
 
     def _lives(self, answer: Answer) -> bool:
         """Whether its gateway is still the process that was asked."""
+        child = self._world.children.get(answer.gateway)
+        if child is None or child.launched_s - self._world.zero_s > answer.sent_s:
+            return False
         ends = (death for death in self.deaths() if death.gateway == answer.gateway)
         return not any(death.at_s >= answer.sent_s for death in ends)
 

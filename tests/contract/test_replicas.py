@@ -15,19 +15,25 @@ from dataclasses import replace
 from itertools import count
 from random import Random
 
+import orjson
 import pytest
 
 from engines.base import Probe
+from engines.errors import UpstreamError
+from engines.sglang import SglangStrategy
 from engines.sglang_wire import RoomMaker
 from engines.tasks import spawn
 from engines.timing import PrefillWork
 from engines.types import EngineId, EngineLoad, EngineSpec, FailureKind, Health, Leg, Outcome, Stage
+from engines.upstream import Reply
 from failover.journal import FailoverKeys
 from failover.monitor import Monitor
 from failover.poison import PoisonGuard
 from failover.shared_process import ProcessId
 from gateway.bookings import Booking
-from gateway.replicas import Replicas, _FailoverLink
+from gateway.observability import Metrics
+from gateway.releaser import Releaser
+from gateway.replicas import REPLICA_PATH, Replicas, _FailoverLink
 from routing.ownership import Keys
 from routing.redis_link import Link
 from tests.fakes import FACTS, decider, now_s, up
@@ -60,6 +66,33 @@ class _Deaf:
     def restarted(self, engine_id: EngineId) -> None: ...
 
 
+class Outside:
+    """Other gateways and servers, as one gateway reaches them: probes are answered as `names` says, aborts taken."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, Callable[[], str | None]] = {}
+        """By address; who is not in it does not answer."""
+        self.aborted: list[tuple[str, str]] = []
+        """Server and rid."""
+        self.deaf: set[str] = set()
+        """Servers that answer no abort."""
+        self.abort_takes_s = 0.0
+
+    async def fetch(self, method: str, url: str, *, body: bytes | None = None, **further: object) -> Reply:
+        await asyncio.sleep(0)
+        if method == "GET":
+            name = self.names.get(url.removesuffix(REPLICA_PATH), lambda: None)()
+            if name is None:
+                raise UpstreamError(FailureKind.TIMEOUT, "no answer")
+            return Reply(200, {}, orjson.dumps({"replica": name}))
+        server = url.removesuffix("/abort_request")
+        await asyncio.sleep(self.abort_takes_s)
+        if server in self.deaf:
+            raise UpstreamError(FailureKind.TIMEOUT, "no answer")
+        self.aborted.append((server, orjson.loads(body or b"")["rid"]))
+        return Reply(200, {}, b"")
+
+
 class Replica:
     """One gateway."""
 
@@ -73,6 +106,9 @@ class Replica:
         self.monitor = Monitor(self.fleet, self.prober, _Deaf(), spawn, probe_interval_s=60.0, load_interval_s=60.0)
         self.poison = PoisonGuard()
         self.rooms = RoomMaker(Random(f"rooms of {number}"))
+        self.outside = Outside()
+        self.releaser = Releaser(self.fleet, self.bookings, self.monitor, Metrics())
+        self.fencings = 0
         self.replicas = Replicas(
             self.link,
             "pdgate",
@@ -85,9 +121,16 @@ class Replica:
             monitor=self.monitor,
             poison=self.poison,
             rooms=self.rooms,
+            strategy=SglangStrategy(),
+            upstream=self.outside,  # type: ignore[arg-type]
+            releaser=self.releaser,
+            fence=self._fence,
         )
         self.leases = self.replicas.leases
         self.dead = False
+
+    def _fence(self) -> None:
+        self.fencings += 1
 
     async def start(self) -> None:
         await self.link.start()

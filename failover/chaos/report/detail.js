@@ -74,7 +74,7 @@ function requestPanel(request, keepFocus) {
 function attemptsTable(request) {
   const many = request.prompts.length > 1;
   return h("ol", { class: "attempts" }, request.attempts.map((attempt) => h("li", {},
-    h("div", {}, many ? h("small", {}, `choice ${attempt.choice} `) : null, words(attempt.prefill, "strong"), " → ", words(attempt.decode, "strong"),
+    h("div", {}, many ? h("small", {}, `choice ${attempt.choice} `) : null, words(attempt.pair, "strong"),
       h("span", { class: "took" }, `${clock(attempt.began)} + ${attempt.ended === null ? "no end" : seconds(attempt.ended - attempt.began)}`)),
     h("small", { class: "mono" }, "rid ", words(attempt.rid), " · room ", words(attempt.room)))));
 }
@@ -102,7 +102,7 @@ function storyOf(request) {
   const rows = [];
   request.at.forEach((at, n) => rows.push({ at, kind: "event", what: eventWords(request, n) }));
   request.attempts.forEach((attempt, n) => {
-    const name = `attempt ${n + 1} on ${attempt.prefill} → ${attempt.decode}`;
+    const name = `attempt ${n + 1} on ${attempt.pair}`;
     rows.push({ at: attempt.began, kind: "attempt", what: `${name} began` });
     if (attempt.ended !== null) rows.push({ at: attempt.ended, kind: "attempt", what: `${name} was over` });
   });

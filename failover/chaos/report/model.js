@@ -41,7 +41,8 @@ function readRun(at) {
 const rank = (instance) => (ROLES.indexOf(instance.role) + ROLES.length + 1) % (ROLES.length + 1);
 const state = (verdict) => (verdict.broken.length ? 0 : verdict.unseen ? 2 : 1);
 
-// An attempt that had no end of its own went on until its gateway was killed, or to the end of the load.
+// An attempt that had no end of its own went on until its gateway was killed, or to the end of the load; one of which
+// nobody told anything, as long as its client read.
 function readRequest(request, run) {
   let at = request.asked;
   request.at = request.times.map((step) => (at += step));
@@ -56,7 +57,9 @@ function readRequest(request, run) {
   const deaths = run.deaths.filter(([, gateway]) => gateway === request.gateway).map(([at]) => at);
   for (const attempt of request.attempts) {
     const died = deaths.filter((at) => at >= attempt.began).sort((a, b) => a - b)[0];
-    attempt.until = attempt.ended ?? died ?? Math.max(run.load || 0, attempt.began);
+    attempt.pair = attempt.prefill || attempt.decode ? `${attempt.prefill} → ${attempt.decode}` : "a pair that nobody told";
+    const read = request.at.at(-1) ?? request.asked;
+    attempt.until = attempt.ended ?? died ?? Math.max(attempt.began, attempt.prefill ? run.load || 0 : read);
     end = Math.max(end, attempt.until);
   }
   request.end = end;

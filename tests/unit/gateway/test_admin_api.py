@@ -45,6 +45,11 @@ async def test_health_is_open_and_plain(client: Client) -> None:
         assert (answer.status, await answer.text()) == (200, "OK")
 
 
+async def test_who_it_is_and_that_it_is_alone(gw: Gateway, client: Client) -> None:
+    assert await json(client, "/pdgate/replica") == {"replica": gw.shared.replica}
+    assert (await json(client, "/readyz"))["replicas"] is None
+
+
 async def test_readiness_counts_the_pairs_that_can_serve(gw: Gateway, client: Client) -> None:
     ready = await json(client, "/readyz")
     assert (ready["ready"], ready["pairs"], ready["models"]) == (True, 2, ["tiny"])

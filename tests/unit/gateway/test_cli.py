@@ -73,6 +73,7 @@ def test_each_command_runs_its_module(name: str, monkeypatch: pytest.MonkeyPatch
         "demo": "gateway.demo",
         "emulate": "engines.emulator.main",
         "replay": "gateway.bench.replay",
+        "chaos": "failover.chaos.cli",
         "redis": "gateway.redis_cli",
         "explain": "gateway.explain_cli",
     }

@@ -9,6 +9,7 @@ import pytest
 
 from engines.timing import H100_70B, TINY
 from engines.types import EngineId, EngineSpec, Role
+from gateway import redis_flags
 from gateway.config import (
     POLICIES,
     REFUSED_FLAGS,
@@ -229,6 +230,10 @@ def test_the_key_is_not_printed() -> None:
         ("--redis-namespace " + "x" * 101, "must be 1 to 100 letters"),
         ("--redis-max-bytes 256x", "argument --redis-max-bytes: '256x' must be bytes, or kb, mb or gb (256mb)"),
         ("--redis-max-bytes 1mb", "at least 16mb"),
+        ("--advertise-url 10.0.0.5:30000", "argument --advertise-url: '10.0.0.5:30000' must be http://HOST:PORT"),
+        ("--advertise-url http://0.0.0.0:30000", "at which other gateways reach this one"),
+        ("--advertise-url http://h:1/path", "must be http://HOST:PORT"),
+        ("--advertise-url http://h:70000", "must be http://HOST:PORT"),
     ],
 )
 def test_bad_values_about_ownership_name_the_flag(flags: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -246,12 +251,36 @@ def test_sizes_have_units(given: str, size: int) -> None:
         ("", []),
         ("--redis-url redis://h:1 --redis-namespace a", []),
         ("--redis-max-bytes 64mb", []),
+        ("--advertise-url http://h:1 --redis-url redis://h:1", []),
+        ("--advertise-url http://h:1", ["--advertise-url"]),
         ("--redis-namespace a", ["--redis-namespace"]),
         ("--redis-namespace a --redis-url memory --redis-max-bytes 64mb", ["--redis-namespace", "--redis-max-bytes"]),
     ],
 )
 def test_what_is_given_in_vain_is_said(flags: str, unused: list[str]) -> None:
     assert [note.split()[0] for note in config(f"{FLEET} {flags}").notes] == unused
+
+
+def test_an_advertised_address_has_no_slash_at_its_end() -> None:
+    assert config(f"{FLEET} --advertise-url http://h:1/").server.advertise_url == "http://h:1"
+    assert config(FLEET).server.advertise_url is None
+
+
+@pytest.mark.parametrize(
+    ("host", "redis_url", "address"),
+    [
+        ("10.0.0.5", "redis://r:6379", "http://10.0.0.5:7"),
+        ("fd00::5", "redis://r:6379", "http://[fd00::5]:7"),
+        ("0.0.0.0", "redis://127.0.0.1:6379", ""),
+        ("::", "redis://127.0.0.1:6379", ""),
+        ("127.0.0.1", "redis://r:6379", ""),
+        ("127.0.0.1", "redis://:secret@127.0.0.1:6379/3", "http://127.0.0.1:7"),
+        ("localhost", "unix:///run/redis.sock", "http://localhost:7"),
+        ("::1", "redis+sentinel://localhost:1,localhost:2/x", "http://[::1]:7"),
+    ],
+)
+def test_a_listener_is_advertised_where_others_can_reach_it(host: str, redis_url: str, address: str) -> None:
+    assert redis_flags.listener_address(host, 7, redis_url) == address
 
 
 def test_a_template_without_a_tokenizer_is_refused() -> None:

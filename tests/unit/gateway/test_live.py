@@ -37,6 +37,18 @@ async def test_shutting_down_ends_everybody_once_and_says_so() -> None:
     assert [error.code for error in ended if isinstance(error, GatewayError)] == ["aborted", *["shutting_down"] * 2]
 
 
+async def test_fencing_ends_everybody_and_says_so() -> None:
+    live = LiveRequests()
+    task = asyncio.ensure_future(live.run(("id",), for_ever()))
+    await asyncio.sleep(0)
+    live.fence()
+    with pytest.raises(GatewayError) as raised:
+        await task
+    error = raised.value
+    assert (error.status, error.code, error.definite, error.safe_to_retry) == (503, "gateway_fenced", False, True)
+    assert error.retry_after_s
+
+
 async def test_a_client_that_leaves_is_no_abort() -> None:
     live = LiveRequests()
     task = asyncio.ensure_future(live.run(("public",), for_ever()))

@@ -173,6 +173,7 @@ class Gateway:
     deaths_s: list[float] = field(default_factory=list)
     running: bool = True
     frozen: bool = False
+    launched_s: float = 90.0
 
 
 class FakeWorld:
@@ -184,6 +185,7 @@ class FakeWorld:
         self.names = URLS
         self.zero_s = 100.0
         self.gateway = Gateway("gateway0")
+        self.children = {"gateway0": self.gateway}
         self.explains: dict[str, Any] = {}
         self.asked: list[str] = []
         self.on_start: Any = None
@@ -251,6 +253,8 @@ async def test_a_gateway_that_knows_nothing_is_at_fault_only_while_it_lives() ->
     assert seen.deaths() == (Death("gateway0", 1.5),)
     world.gateway.deaths_s = [100.5]
     assert seen.unexplained == 1, "it was asked after that death"
+    world.gateway.launched_s = 102.0
+    assert seen.unexplained == 0, "it ended in order since, and began anew"
 
 
 async def test_a_gateway_may_tell_at_the_end_what_it_could_not_tell_before() -> None:
