@@ -141,7 +141,7 @@ async def test_the_journal_is_whole_again_after_a_flush(server: RedisServer, fle
         server.ask("FLUSHALL")
         a.bookings.release(bookings[0], now_s())
         await until(lambda: len(journal(server, a.replicas.name)) == 2499)
-        assert b.replicas.status().live == 2
+        await until(lambda: b.replicas.status().live == 2)
 
 
 async def test_a_gateway_that_stops_leaves_nothing(server: RedisServer, fleet: str) -> None:
