@@ -221,9 +221,7 @@ def from_args(args: argparse.Namespace) -> Config:
         raise ConfigError("add --pd-disaggregation: pdgate serves prefill/decode pairs only (yet)")
     routing, notes = _routing(args)
     return Config(
-        server=ServerConfig(
-            args.host.strip("[]"), args.port, args.max_payload_size, args.api_key, args.log_level, args.advertise_url
-        ),
+        server=_server(args),
         fleet=_fleet(args),
         routing=routing,
         queue=limit_flags.queue_config(args),

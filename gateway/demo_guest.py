@@ -85,14 +85,17 @@ class Guest:
             chat = _chat(question, text, answer.headers, parsed["usage"])
             return replace(chat, finish=parsed["choices"][0]["finish_reason"])
 
-    async def stream(self, question: str, tokens: int, on_first: Any = None, *, sampled: bool = False) -> Chat:
-        """One streamed chat; `on_first` is called at its first content."""
+    async def stream(
+        self, question: str, tokens: int, on_first: Callable[[], None] = lambda: None, *, sampled: bool = False
+    ) -> Chat:
+        """One streamed chat; `on_first` is called once: at its first content, or at its end if it has none."""
         body = {**self._body(question, tokens), "stream": True, "stream_options": {"include_usage": True}}
         if sampled:
             body["temperature"] = 1.0
         text, finish, usage, error, done = "", "", None, "", False
         async with self._post(body) as answer:
             if answer.status != 200:
+                on_first()
                 return _chat(question, "", answer.headers, None, (await answer.json())["error"]["message"])
             async for event in _events(answer):
                 if event == "[DONE]":
@@ -102,11 +105,13 @@ class Guest:
                 error = error or chunk.get("error", {}).get("message", "")
                 usage = chunk.get("usage") or usage
                 for choice in chunk.get("choices", ()):
+                    begins = not text
                     text += choice["delta"].get("content") or ""
                     finish = choice.get("finish_reason") or finish
-                    if text and on_first is not None:
+                    if begins and text:
                         on_first()
-                        on_first = None
+        if not text:
+            on_first()  # a sampled answer may be over with its first token
         chat = _chat(question, text, answer.headers, usage, error or ("" if done else "the stream just ended"))
         return replace(chat, finish=finish, sampled=sampled)
 
