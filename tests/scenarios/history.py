@@ -6,7 +6,7 @@ Every `ask` of a test is judged when its cluster heals or ends: whole by the tok
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +19,9 @@ from engines.emulator.tokens import decode
 from engines.timing import PROFILES
 from engines.token_rule import unpack
 from failover.chaos.checker import check
-from failover.chaos.history import Attempt, Choice, Death, Ending, Error, Event, History, Ledger, Limits, Request, Usage
-from tests.scenarios.client import DONE, Answer, asked_answers
+from failover.chaos.history import Attempt, Choice, Death, Ending, History, Ledger, Limits, Request
+from failover.chaos.reading import Events
+from tests.scenarios.client import Answer, asked_answers
 
 if TYPE_CHECKING:
     from tests.scenarios.cluster import Cluster
@@ -72,7 +73,7 @@ async def _request(cluster: Cluster, answer: Answer) -> Request:
         asked_s=answer.asked_s,
         choices=tuple(choices),
         limits=limits,
-        events=tuple(_Events(asked, stream).of(answer.read)),
+        events=tuple(Events(asked, stream).of(answer.read)),
         status=answer.status or None,
         ending=ending,
         stream=stream,
@@ -123,83 +124,3 @@ def _untold(answer: Answer, draw: Any) -> Attempt:
     assert draw.greedy, "nobody tells of the attempts of a sampled answer"
     serial = next(_unknown)
     return Attempt(f"untold-{serial:06d}", 2**62 + serial, "", "", answer.asked_s, None)
-
-
-class _Events:
-    """Reads one answer, of whichever route, as the checker's events."""
-
-    def __init__(self, asked: parse.Request | None, stream: bool) -> None:
-        self._asked, self._stream = asked, stream
-        self._text: dict[int, str] = {}
-        self._ids: dict[int, int] = {}
-        self._usage: dict[int, Usage] = {}
-
-    def of(self, read: Sequence[tuple[float, Any]]) -> Iterator[Event]:
-        for at_s, what in read:
-            if what == DONE:
-                yield Event(at_s, done=True)
-                continue
-            try:
-                yield from self._events(at_s, what)
-            except (KeyError, TypeError, IndexError, AttributeError, ValueError):
-                yield Event(at_s, junk=repr(what)[:200])
-
-    def _events(self, at_s: float, what: Any) -> Iterator[Event]:
-        if isinstance(what, dict) and "error" in what:
-            error = what["error"]
-            yield Event(at_s, error=Error(str(error["message"]), str(error.get("type")), str(error.get("code"))))
-        elif self._asked is not None and self._asked.api is parse.Api.GENERATE:
-            yield from self._generated(at_s, what if isinstance(what, list) else [what])
-        else:
-            choices = [self._choice(at_s, choice) for choice in what["choices"]]
-            usage = _usage(what["usage"]) if what.get("usage") and (not self._stream or not choices) else None
-            yield from choices
-            if usage is not None:
-                yield Event(at_s, usage=usage)
-
-    def _choice(self, at_s: float, choice: Mapping[str, Any]) -> Event:
-        owner = choice.get("delta") or choice.get("message")
-        text = (owner.get("content") if owner is not None else choice.get("text")) or ""
-        index = choice["index"]
-        if index not in self._text and self._asked is not None and self._asked.echo:
-            text = text.removeprefix(self._echo(index))
-        self._text[index] = ""
-        ids = choice.get("token_ids") or choice.get("response_token_ids") or ()
-        finish = choice.get("finish_reason") or ""
-        return Event(at_s, index, text, tuple(ids), finish, choice.get("matched_stop") if finish else None)
-
-    def _echo(self, index: int) -> str:
-        assert self._asked is not None
-        item = self._asked.items[index]
-        return item.text or decode(unpack(item.prompt))
-
-    def _generated(self, at_s: float, objects: Sequence[Mapping[str, Any]]) -> Iterator[Event]:
-        """Objects of `/generate`, each of which repeats what came before."""
-        for place, body in enumerate(objects):
-            index, meta = body.get("index", place), body["meta_info"]
-            seen, had = self._text.get(index, ""), self._ids.get(index, 0)
-            finish = meta["finish_reason"] or {}
-            if not body["text"].startswith(seen):
-                yield Event(at_s, index, junk=f"{body['text'][-40:]!r} after {seen[-40:]!r}")
-            text, ids = body["text"][len(seen) :], tuple(body["output_ids"][had:])
-            self._text[index], self._ids[index] = body["text"], len(body["output_ids"])
-            yield Event(at_s, index, text, ids, finish.get("type", ""), finish.get("matched"))
-            if finish:
-                numbers = meta["prompt_tokens"], meta["completion_tokens"]
-                self._usage[index] = Usage(*numbers, sum(numbers), meta["cached_tokens"])
-                if self._asked is not None and len(self._usage) == len(self._asked.items):
-                    yield Event(at_s, usage=self._total())
-
-    def _total(self) -> Usage:
-        assert self._asked is not None
-        samples = self._asked.items[0].sampling.samples
-        prompts = [self._usage[index] for index in sorted(self._usage)][::samples]
-        prompt = sum(each.prompt_tokens for each in prompts)
-        written = sum(each.completion_tokens for each in self._usage.values())
-        return Usage(prompt, written, prompt + written, sum(each.cached_tokens or 0 for each in prompts))
-
-
-def _usage(told: Mapping[str, Any]) -> Usage:
-    details = told.get("prompt_tokens_details") or {}
-    cached = details.get("cached_tokens")
-    return Usage(told["prompt_tokens"], told["completion_tokens"], told["total_tokens"], cached)
