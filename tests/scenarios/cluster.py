@@ -21,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engines.emulator.process import EmulatedServer, free_ports
 from engines.types import Role
+from failover.pair_health import PairState
 from tests.scenarios.history import judge
 from tests.scenarios.recorder import Recorder
 from tests.warm import WarmProcess, WarmServer, start
@@ -257,6 +258,16 @@ class Cluster:
             if gateway is self.gateway or gateway.returncode is None:
                 await eventually(partial(missing, gateway), within_s)
 
+    async def _doubted_pairs(self) -> str:
+        """The pairs that a gateway has yet to send a canary on: the next test's hold would catch that."""
+        for gateway in self.gateways:
+            if gateway.returncode is None:
+                samples = await self.metrics(gateway)
+                states = {each.labels["state"]: count for each, count in samples if each.name == "pdgate_pairs"}
+                if sum(count for state, count in states.items() if state != PairState.OK):
+                    return f"{gateway.url} counts pairs {states}"
+        return ""
+
     async def kill(self, server: EmulatedServer, number: signal.Signals = signal.SIGKILL) -> None:
         """End a server's process; returns when it has ended."""
         await server.kill(number)
@@ -302,6 +313,7 @@ class Cluster:
             await self.release(hold)
         self._holds.clear()
         await self.ready()
+        await eventually(self._doubted_pairs, READY_S)
         await self.settled(CLOSED_S)
         await judge(self, with_ledgers=True)
 
