@@ -5,15 +5,17 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SGLANG_DIR ?= $(shell echo $${PDGATE_SGLANG_DIR:-$${XDG_CACHE_HOME:-$$HOME/.cache}/pdgate/sglang-0.5.23})
 SEEDS ?= 1
+BESIDE := $(MAKE) --no-print-directory -j2 --output-sync=line # one computes while the other waits
 SGLANG := PDGATE_SGLANG_DIR="$(SGLANG_DIR)"
 
-.PHONY: help demo install check lint types unit contract browser chaos chaos-quick scenarios test sglang test-sglang smoke-sglang conformance test-long clean
+.PHONY: help demo install check lint types unit contract browser chaos chaos-quick scenarios test sglang test-sglang smoke-sglang conformance test-long flaky clean
 
 help:
 	@echo 'make demo       install, then a fleet of emulated servers, a gateway, and kills; every answer checked'
 	@echo 'make check      lint, types, unit and property tests'
 	@echo 'make test       check + contract + browser + scenarios on real processes'
 	@echo 'make chaos      every scenario of examples/chaos, its short form; SEEDS=5 for more'
+	@echo 'make flaky PATHS=tests/...  each file in four copies at once, three times: what fails on a busy machine'
 	@echo 'make test-long  every criterion at its full size'
 	@echo 'make sglang     an environment that runs a real SGLang on a CPU'
 	@echo 'make test-sglang  pdgate in front of it; make smoke-sglang: eight cases of that'
@@ -52,10 +54,11 @@ contract: $(VENV)/installed-dev
 	$(BIN)/pytest tests/contract -m 'not long' -n 3 --dist loadfile
 
 scenarios: $(VENV)/installed-dev
-	$(BIN)/pytest tests/scenarios -m 'not long and not alone' -n 2 --dist loadfile
+	$(BIN)/pytest tests/scenarios -m 'not long and not alone' -n 3 --dist loadfile
 	$(BIN)/pytest tests/scenarios -m 'alone and not long'
 
-check: lint types unit
+check: $(VENV)/installed-dev
+	@$(BESIDE) lint types unit
 
 browser: $(VENV)/installed-dev
 	$(BIN)/pytest tests/browser -m 'not long'
@@ -66,7 +69,9 @@ chaos: $(VENV)/installed-dev
 chaos-quick: $(VENV)/installed-dev
 	$(BIN)/pdgate chaos run examples/chaos --quick
 
-test: check contract browser scenarios
+test: check
+	@$(BESIDE) contract browser
+	@$(MAKE) --no-print-directory scenarios
 
 sglang:
 	PYTHON=$(PYTHON) tests/sglang_cpu/install.sh "$(SGLANG_DIR)"
@@ -80,6 +85,9 @@ smoke-sglang: $(VENV)/installed-dev sglang
 
 conformance: $(VENV)/installed-dev sglang
 	$(SGLANG) $(BIN)/python -m tests.conformance
+
+flaky: $(VENV)/installed-dev
+	$(BIN)/python -m tests.flaky $(PATHS)
 
 test-long: $(VENV)/installed-dev
 	$(BIN)/pytest tests -m long --timeout 3600

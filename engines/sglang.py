@@ -26,6 +26,8 @@ _log = logging.getLogger("pdgate.join")
 
 _HEALTH_S = 25.0
 """SGLang gives its own `/health` 20 s (`HEALTH_CHECK_TIMEOUT`)."""
+_STOOD_STILL_S = 0.1
+"""A timeout that fires so much too late tells of this process, not of the server that was asked."""
 _DEFAULT_BOOTSTRAP_PORT = 8998
 """SGLang's default of --disaggregation-bootstrap-port."""
 
@@ -97,8 +99,16 @@ class SglangEngine:
 
         The last two need a round trip through the scheduler, which a busy server may not give in time: then it is
         ready all the same, and its facts stay as they were. What a new boot is, and what an operator could switch on,
-        is logged once.
+        is logged once. A time that passed while this process stood still says nothing of the server: it is asked again.
         """
+        loop = asyncio.get_running_loop()
+        due_s = loop.time() + timeout_s
+        seen = await self._probe_once(spec, timeout_s)
+        if seen.timed_out and not seen.reachable and loop.time() - due_s >= _STOOD_STILL_S:
+            return await self._probe_once(spec, timeout_s)
+        return seen
+
+    async def _probe_once(self, spec: EngineSpec, timeout_s: float) -> Probe:
         try:
             async with asyncio.timeout(timeout_s):
                 status = await self._status(spec.url + "/ready", timeout_s)

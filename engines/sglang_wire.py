@@ -66,6 +66,11 @@ class RoomMaker:
         return first + dp_size * (slot % steps)
 
 
+def process_of(room: int) -> int:
+    """The process id that a room begins with."""
+    return room >> (_COUNTER_BITS + _SLOT_BITS)
+
+
 def new_rid(rng: random.Random) -> str:
     """A request id for one attempt: fixed width, so none is a prefix of another (SGLang aborts by prefix)."""
     return f"{rng.getrandbits(RID_CHARS * 4):0{RID_CHARS}x}"

@@ -1,8 +1,8 @@
 """The HTTP client to the servers: one connection pool, exchanges whose body comes as it is sent.
 
-Shell. It owns sockets and nothing else: no deadline of a request, no retry of a POST, no meaning of a status. Library
-exceptions become `UpstreamError` here and nowhere else. `tests/contract/test_upstream.py` says what a replacement
-must do.
+Shell. It owns sockets and nothing else: no deadline of a request, no second POST of what a server may have got, no
+meaning of a status. Library exceptions become `UpstreamError` here and nowhere else. `tests/contract/test_upstream.py`
+says what a replacement must do.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from engines.types import FailureKind
 _JSON = "application/json"
 _SLICE_BYTES = 256 * 1024
 _ANSWER_LIMIT_BYTES = 64 * 1024 * 1024
+_RESENDS = 2
+"""How often a request goes out on another connection that ended before anything of it was sent. Its server had closed
+it as idle, which a gateway that stood still for a second learns too late; a server that is gone refuses the next."""
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 
@@ -129,18 +132,23 @@ class Upstream:
         """
         if self._session is None:
             raise UpstreamError(FailureKind.CONNECT, f"{url}: the client is closed", definite=True)
-        sent = None if body is None else _Body(body)
-        try:
-            response = await self._session.request(
-                method, URL(url, encoded=True), data=sent, headers=_with_type(headers, sent), allow_redirects=False
-            )
-        except (aiohttp.ClientError, OSError, ValueError) as error:
-            _abort(sent)
-            raise _of_head(error, url) from error
-        except asyncio.CancelledError:
-            _abort(sent)
-            raise
-        return Exchange(response, url)
+        resends = 0
+        while True:
+            sent = None if body is None else _Body(body)
+            try:
+                response = await self._session.request(
+                    method, URL(url, encoded=True), data=sent, headers=_with_type(headers, sent), allow_redirects=False
+                )
+            except (aiohttp.ClientError, OSError, ValueError) as error:
+                _abort(sent)
+                if resends < _RESENDS and _had_ended(error, sent):
+                    resends += 1
+                    continue
+                raise _of_head(error, url) from error
+            except asyncio.CancelledError:
+                _abort(sent)
+                raise
+            return Exchange(response, url)
 
     async def fetch(
         self,
@@ -171,6 +179,8 @@ class _Body(Payload):
         super().__init__(value, content_type=_JSON)
         self._size = len(value)
         self.transport: asyncio.Transport | None = None
+        self.may_be_out = False
+        """Whether any of it was given to a connection that was open."""
 
     def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
         return bytes(self._value).decode(encoding, errors)
@@ -181,6 +191,7 @@ class _Body(Payload):
     async def write_with_length(self, writer: AbstractStreamWriter, content_length: int | None) -> None:
         if isinstance(writer, StreamWriter):
             self.transport = writer.transport
+            self.may_be_out = self.transport is not None and not self.transport.is_closing()
         view = memoryview(self._value)
         for start in range(0, len(view), _SLICE_BYTES):
             await writer.write(view[start : start + _SLICE_BYTES])
@@ -190,6 +201,14 @@ def _abort(sent: _Body | None) -> None:
     # The library closes gracefully, which waits for ever for a frozen server to take the rest of the body.
     if sent is not None and sent.transport is not None:
         sent.transport.abort()
+
+
+def _had_ended(error: Exception, sent: _Body | None) -> bool:
+    """Whether a connection that was made had ended before any of the request was given to it."""
+    was_lost = isinstance(error, aiohttp.ClientConnectionError) and not isinstance(
+        error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
+    )
+    return was_lost and sent is not None and not sent.may_be_out
 
 
 def _with_type(headers: Mapping[str, str] | None, sent: _Body | None) -> Mapping[str, str] | None:

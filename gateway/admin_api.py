@@ -73,6 +73,9 @@ def add_routes(app: web.Application, gw: Gateway) -> None:
     async def owners(request: web.Request) -> web.StreamResponse:
         return _json(await owners_json(gw))
 
+    async def canaries(request: web.Request) -> web.StreamResponse:
+        return _json({"under_way": gw.canaries.under_way()})
+
     async def replica(request: web.Request) -> web.StreamResponse:
         return _json({"replica": gw.shared.replica if gw.replicas is None else gw.replicas.name})
 
@@ -84,6 +87,7 @@ def add_routes(app: web.Application, gw: Gateway) -> None:
     app.router.add_get("/metrics", metrics)
     app.router.add_get("/pdgate/explain/{id}", explain)
     app.router.add_get("/pdgate/owners", owners)
+    app.router.add_get("/pdgate/canaries", canaries)
     app.router.add_get(REPLICA_PATH, replica)
 
 
@@ -94,6 +98,7 @@ def _replicas_json(gw: Gateway) -> dict[str, object] | None:
     status = gw.replicas.status()
     return {
         "name": status.name,
+        "process_id": status.process_id,
         "live": status.live,
         "absent": status.absent,
         "reaped": status.reaped,

@@ -14,10 +14,11 @@ from engines.sglang_wire import MAX_DEPTH, poisonous_field, poisonous_ids, poiso
 from engines.types import Stage
 from gateway import openai_api
 from gateway.context import Gateway
-from gateway.errors import bad_request, upstream_failed
+from gateway.errors import bad_request
 from gateway.live import fenced
 from gateway.openai_api import ParsedRequest, Unit
 from gateway.prompt import vocabulary_tokens
+from gateway.suspects import poison_suspected
 
 MAX_FIELDS = 1000
 """A body is copied for every prompt of a batch."""
@@ -47,13 +48,7 @@ def admit(gw: Gateway, request: ParsedRequest) -> tuple[Unit, ...]:
         if (found := found or poisonous_field(unit.body)) is not None:
             raise bad_request(f"{found[0]}: {found[1]}", param=found[0], code="unsupported_field")
         if gw.poison.is_refused(fingerprint(unit), asyncio.get_running_loop().time()):
-            raise upstream_failed(
-                "two servers ended while they worked on this request; it is refused for some minutes",
-                code="poison_suspected",
-                stage=Stage.ADMISSION,
-                definite=True,
-                retry=False,
-            )
+            raise poison_suspected(definite=True)
     return units
 
 

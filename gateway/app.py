@@ -47,6 +47,7 @@ from gateway.replicas import Replicas
 from gateway.retries import Retries
 from gateway.second_look import SecondLook
 from gateway.shared_state import KEY_PREFIX, Place, SharedState, opened
+from gateway.suspects import ContentTrials
 from gateway.tracing import Tracing
 from routing.index import PrefixIndex
 from routing.ownership import OwnershipConfig
@@ -61,6 +62,10 @@ _WEDGED_AFTER_S = 60.0
 """A scheduler that compiles a kernel at its first use was seen to stand still for 30 s."""
 _LAST_WORDS_S = 6.0
 """At shutdown, how long the last answers may take to be read."""
+_TURNS_TO_ACCEPT = 3
+"""At shutdown, of the loop: what has connected by then is taken, as the kernel breaks what waits on a closed port."""
+_LAST_ARRIVALS_S = 0.2
+"""At shutdown, how long what has connected may take to ask: a connection that closes unread loses a request."""
 _LAST_RELEASES_S = 6.0
 """At shutdown, how long abandoned attempts may take to be released: the five seconds of aborts, and one."""
 
@@ -147,6 +152,7 @@ def build(config: Config, place: Place | None = None) -> Gateway:
         retries=Retries(config.retry, fleet, decider.bookings, Random(ids.getrandbits(64))),
         canaries=canaries,
         poison=poison,
+        contents=ContentTrials(poison),
         rooms=rooms,
         rng=Random(ids.getrandbits(64)),
         live=live,
@@ -285,8 +291,11 @@ async def _drain(gw: Gateway, runner: web.AppRunner, hurry: asyncio.Event, grace
     """No new connections; what runs may end within the grace period, or until a second signal. The rest is told."""
     if gw.replicas is not None:
         gw.replicas.advertise("")  # from now on it does not answer those who ask
+    for _ in range(_TURNS_TO_ACCEPT):
+        await asyncio.sleep(0)
     for site in tuple(runner.sites):
         await site.stop()
+    await asyncio.sleep(_LAST_ARRIVALS_S)
     _log.info(
         "stopping: no new connections, waiting for %d requests; at most %g s, or until a second signal",
         len(gw.live),

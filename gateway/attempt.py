@@ -24,6 +24,10 @@ from gateway.patience import FixedPatience, Patience
 
 CLIENT_PATIENCE_S = 60.0
 """How long one write to a client may wait for it: its unread answer holds KV on a decode."""
+STOOD_STILL_S = 0.005
+"""A timer that fires so much too late says that this process stood still: what came meanwhile may be unread yet."""
+READING_S = 1.0
+"""Reading that is given as long as the standstill was, up to this."""
 _KEPT_LIMIT_BYTES = 64 * 1024 * 1024
 """Output of a decode that may wait for what its prefill has to say; more than this means that the prefill is silent."""
 
@@ -89,6 +93,7 @@ class _Progress:
     """Where the attempt stands, and when something must have happened.
 
     `limit_s`: how long its silence may last, as was said last; None when a silence of another kind has begun.
+    `late_s`: the moment that came too late, as this process stood still; it counts only at `read_until_s`.
     """
 
     phase: Phase
@@ -100,6 +105,8 @@ class _Progress:
     first_output_s: float | None = None
     timer_s: float | None = None
     timer_event: Event = Event.HOLD_PASSED
+    late_s: float | None = None
+    read_until_s: float = 0.0
     kept: list[tuple[EventKind, bytes]] = field(default_factory=list)
     kept_bytes: int = 0
     whole: bytes = b""
@@ -127,11 +134,13 @@ async def follow(
     while progress.phase is not Phase.DONE:
         due_s, due_event = _next_due(progress, run.attempt.stream, patience, deadline_s)
         try:
-            async with asyncio.timeout_at(due_s):
+            async with asyncio.timeout_at(progress.read_until_s if due_s == progress.late_s else due_s):
                 happened: LegEvent | None = await run.next_event()
         except TimeoutError:
             happened = None
             if due_event is Event.DEADLINE_PASSED and _may_go_on(progress, run.attempt.stream, patience, deadline_s):
+                continue
+            if _stood_still(progress, due_s, clock()):
                 continue
         event = due_event if happened is None else _event_of(happened, progress)
         before = progress.phase
@@ -155,6 +164,14 @@ def _may_go_on(progress: _Progress, stream: bool, patience: Patience, deadline_s
     """Whether a silence that has lasted as long as it might may now last longer."""
     progress.limit_s = _limit_s(progress, stream, patience)
     return asyncio.get_running_loop().time() < min(progress.silent_since_s + progress.limit_s, deadline_s)
+
+
+def _stood_still(progress: _Progress, due_s: float, now_s: float) -> bool:
+    """Whether the moment has come too late to mean silence: once for each, so that a slow process judges too."""
+    if due_s == progress.late_s or now_s - due_s < STOOD_STILL_S:
+        return False
+    progress.late_s, progress.read_until_s = due_s, now_s + min(now_s - due_s, READING_S)
+    return True
 
 
 def _limit_s(progress: _Progress, stream: bool, patience: Patience) -> float:

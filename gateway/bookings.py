@@ -273,6 +273,11 @@ class Bookings:
         yield from (engine_id for engine_id, prefill in self._prefills.items() if prefill.works)
         yield from (engine_id for engine_id, decode in self._decodes.items() if decode.works)
 
+    def has(self, booking: Booking) -> bool:
+        """Whether any of it is not released."""
+        sides = (self._prefills.get(booking.prefill), self._decodes.get(booking.decode))
+        return any(side is not None and booking.rid in side.works for side in sides)
+
     def live(self) -> int:
         """Bookings of this gateway not yet released on either side."""
         rids: set[str] = set()

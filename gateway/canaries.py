@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -76,6 +77,8 @@ class Canaries:
         self._flying: dict[Pair, asyncio.Task[None]] = {}
         self._waiting: dict[Pair, asyncio.Task[None]] = {}
         """Runs whose decode is left to give its prefill up."""
+        self._sent: dict[str, tuple[Attempt, Booking]] = {}
+        """Those that may hold KV yet, by rid; looked through whenever one is added."""
         self._asking: dict[str, asyncio.Task[None]] = {}
         """Bootstrap servers of prefills that take no rooms, asked as decodes ask them."""
         self._asked_s: dict[str, float] = {}
@@ -94,6 +97,26 @@ class Canaries:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    def under_way(self) -> list[dict[str, str | int]]:
+        """Every canary that may hold KV, and what is promised for it: nobody asked for these but the gateway itself."""
+        return [
+            {
+                "rid": attempt.rid,
+                "room": str(attempt.room),
+                "prefill": attempt.prefill.engine_id,
+                "decode": attempt.decode.engine_id,
+                "uncached_tokens": booking.work.new_tokens,
+                "kv_tokens": booking.kv_tokens,
+            }
+            for attempt, booking in self._still_there()
+        ]
+
+    def _still_there(self) -> Iterator[tuple[Attempt, Booking]]:
+        """Booked, or being let go of."""
+        for attempt, booking in self._sent.values():
+            if self._decider.bookings.has(booking) or self._way.releaser.has(attempt.rid):
+                yield attempt, booking
 
     def _now_s(self) -> float:
         return asyncio.get_running_loop().time()
@@ -186,6 +209,7 @@ class Canaries:
         booking = self._booking(attempt, texts.word, began_s)
         deadline_s = began_s + CANARY_S + self._queue_s(attempt.prefill, began_s)
         self._decider.bookings.book(booking)
+        self._sent = {each.rid: (each, of) for each, of in self._still_there()} | {attempt.rid: (attempt, booking)}
         run = PairRun(attempt, self._way.strategy, self._way.upstream, partial(self._leg_failed, pair))
         whole = kept = False
         try:

@@ -27,6 +27,7 @@ from gateway.replicas import Replicas
 from gateway.retries import Retries
 from gateway.second_look import SecondLook
 from gateway.shared_state import SharedState
+from gateway.suspects import ContentTrials
 from gateway.tokenizer import Tokenizer
 from gateway.tracing import Tracing
 
@@ -57,6 +58,7 @@ class Gateway:
     retries: Retries
     canaries: Canaries
     poison: PoisonGuard
+    contents: ContentTrials
     rooms: RoomMaker
     rng: Random
     live: LiveRequests

@@ -129,8 +129,8 @@ class EmulatedFleet(DemoFleet):
 
     def _attempt(self, told: Mapping[str, Any], *, sampled: bool) -> Attempt:
         rid, pair = told["rid"], (told["prefill"], told["decode"])
-        keys = [sampling_key(self._secrets[url], rid) if sampled else b"" for url in pair]
-        return Attempt(rid, int(told["room"]), *pair, told["decided_s"], told["ended_s"], *keys)
+        own, other = (sampling_key(self._secrets[url], rid) if sampled else b"" for url in pair)
+        return Attempt(rid, int(told["room"]), *pair, told["decided_s"], told["ended_s"], own, other)
 
     async def held_kv_tokens(self, server: ServerProcess, get: Get) -> int:
         return sum((await get(f"{server.url}/emulator/ledger"))["by_room"].values())

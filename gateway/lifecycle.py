@@ -25,7 +25,7 @@ from failover.deadlines import RULES, Deadline
 from failover.retry import Verdict
 from failover.turns import Turn
 from gateway import openai_api
-from gateway.admission import admit
+from gateway.admission import admit, fingerprint
 from gateway.attempt import AttemptFailed, follow
 from gateway.context import Gateway
 from gateway.continuation import broken_off, closed, go_on
@@ -40,6 +40,7 @@ from gateway.reply import Client, MergedSink, Merger, Reply, SingleSink, UnitSin
 from gateway.routes import wanted_modes
 from gateway.settle import learn
 from gateway.story import AttemptObserver, Story, close_story, identity_headers
+from gateway.suspects import Trial
 from gateway.tracing import leg_headers
 from gateway.verdict import Tries, final_error, judge
 from routing.types import RequestView
@@ -178,28 +179,33 @@ async def _run_unit(
     if (prompt := prompts.get(unit.prompt_index)) is None:
         prompt = prompts[unit.prompt_index] = await identify(gw, story.request.api, unit, story.model)
     course = Course(gw, story, unit, sink, prompt)
-    view, tries = course.view(), Tries()
+    view, tries, content = course.view(), Tries(), fingerprint(unit)
     while True:
-        async with AsyncExitStack() as turns:
-            turn = await _turn(gw, story, unit, view, tries, turns)
-            decision = await _submit(gw, story, course, view, tries, pinned)
-            if lead is not None and not lead.done():
-                lead.set_result(decision.prefill.engine_id)
-            if tries.last is None:
-                gw.retries.fresh(decision.decode.engine_id)
-            failed = await _attempt(gw, story, course, decision, turn)
-        if failed is None or await closed(gw, story, course, decision):
-            return
-        progressed = course.progressed()
-        verdict = await judge(
-            gw,
-            tries,
-            decision,
-            failed,
-            committed=course.sink.sent,
-            progressed=progressed,
-            deadline_s=story.deadline_s,
-        )
+        async with gw.contents.trial(content) as trial:
+            async with AsyncExitStack() as turns:
+                turn = await _turn(gw, story, unit, view, tries, turns)
+                decision = await _submit(gw, story, course, view, tries, pinned)
+                if not trial.begins():
+                    gw.decider.finished(decision)
+                    continue
+                if lead is not None and not lead.done():
+                    lead.set_result(decision.prefill.engine_id)
+                if tries.last is None:
+                    gw.retries.fresh(decision.decode.engine_id)
+                failed = await _attempt(gw, story, course, decision, turn, trial)
+            if failed is None or await closed(gw, story, course, decision):
+                return
+            progressed = course.progressed()
+            verdict = await judge(
+                gw,
+                tries,
+                decision,
+                failed,
+                trial,
+                committed=course.sink.sent,
+                progressed=progressed,
+                deadline_s=story.deadline_s,
+            )
         story.record.judged(decision, verdict.verdict.value)
         match verdict.verdict:
             case Verdict.RETRY:
@@ -258,7 +264,7 @@ def _queue_deadline_s(gw: Gateway, story: Story) -> float:
 
 
 async def _attempt(
-    gw: Gateway, story: Story, course: Course, decision: Decision, turn: Turn | None
+    gw: Gateway, story: Story, course: Course, decision: Decision, turn: Turn | None, trial: Trial
 ) -> AttemptFailed | None:
     """Dispatch both legs on the booked pair and see them through; what went wrong, or None for a whole answer."""
     clock = asyncio.get_running_loop().time
@@ -273,7 +279,7 @@ async def _attempt(
         story.record.add(note)
         story.reply.headers.update(identity_headers(story.record))
         gw.metrics.decided(decision.waited_s)
-        observer = AttemptObserver(gw, decision, note, story, turn)
+        observer = AttemptObserver(gw, decision, note, story, turn, trial)
         run = PairRun(attempt, gw.strategy, gw.upstream, partial(gw.monitor.leg_failed, pair=decision.pair))
         run.start()
         try:

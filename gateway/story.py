@@ -9,6 +9,7 @@ from opentelemetry.trace import Span
 
 from engines.types import EngineId, FailureKind, Leg, Outcome
 from failover.recovery import Mode
+from failover.retry import may_be_a_death
 from failover.turns import Turn
 from gateway.context import Gateway
 from gateway.decider import Decision
@@ -16,6 +17,7 @@ from gateway.explain import AttemptRecord, Record
 from gateway.observability import log_request
 from gateway.openai_api import ParsedRequest
 from gateway.reply import Reply
+from gateway.suspects import Trial, victim
 
 
 @dataclass(slots=True)
@@ -36,10 +38,16 @@ class AttemptObserver:
     """Tells the decider, the metrics and the record how one attempt goes on."""
 
     def __init__(
-        self, gw: Gateway, decision: Decision, note: AttemptRecord, story: Story, turn: Turn | None = None
+        self,
+        gw: Gateway,
+        decision: Decision,
+        note: AttemptRecord,
+        story: Story,
+        turn: Turn | None = None,
+        trial: Trial | None = None,
     ) -> None:
         self._gw, self._decision, self._note, self._story = gw, decision, note, story
-        self._turn = turn
+        self._turn, self._trial = turn, trial
 
     def handed_over(self, prefill_answer: bytes | None) -> None:
         if self._turn is not None:
@@ -51,6 +59,8 @@ class AttemptObserver:
         self._gw.decider.handed_over(self._decision, cached)
 
     def first_output(self) -> None:
+        if self._trial is not None:
+            self._trial.harmless()
         self._note.first_output_s = asyncio.get_running_loop().time() - self._story.arrival_s
         self._gw.metrics.first_output(self._note.first_output_s)
 
@@ -69,6 +79,8 @@ class AttemptObserver:
 
     def noted(self, outcome: Outcome) -> None:
         self._note.note(outcome)
+        if self._trial is not None and may_be_a_death(outcome):
+            self._trial.broke(victim(self._decision, outcome))
         silent = outcome.kind is FailureKind.TIMEOUT and not outcome.definite
         if silent and asyncio.get_running_loop().time() >= self._story.deadline_s:
             return  # the request had no more time: no server is at fault

@@ -17,6 +17,7 @@ from gateway.decider import Decision
 from gateway.engine_errors import engine_error_to_openai
 from gateway.errors import GatewayError, upstream_failed
 from gateway.openai_api import Unit
+from gateway.suspects import Trial, victim
 
 
 @dataclass(slots=True)
@@ -37,6 +38,7 @@ async def judge(
     tries: Tries,
     decision: Decision,
     failed: AttemptFailed,
+    trial: Trial,
     *,
     committed: bool,
     progressed: bool,
@@ -44,19 +46,20 @@ async def judge(
 ) -> retry.Decision:
     """Whether the request is tried again, or goes on, after this failure.
 
-    `committed`: its client has some of the answer; `progressed`: it got some in this attempt.
+    `trial`: the attempt's own, not over yet. `committed`: its client has some of the answer; `progressed`: it got some
+    in this attempt.
     """
     if failed.deadline is not None:
         gw.metrics.deadline_passed(failed.deadline)
     tries.attempts = 1 if progressed else tries.attempts + 1
-    if (leg := await _died(gw, failed)) is not None:
+    if (leg := await _died(gw, trial, decision, failed)) is not None:
         tries.deaths[leg] += 1
     tries.own_faults += retry.classify(failed.outcome) is Fault.OURS
     history = retry.History(
         tries.attempts,
         gw.config.retry.max_attempts,
         committed,
-        max(tries.deaths.values(), default=0),
+        max([*tries.deaths.values(), trial.deaths]),
         tries.own_faults,
         deadline_s - asyncio.get_running_loop().time(),
         tries.continuations,
@@ -74,13 +77,14 @@ async def judge(
     return replace(verdict, delay_s=gw.retries.delay_s(verdict.delay_s))
 
 
-async def _died(gw: Gateway, failed: AttemptFailed) -> Leg | None:
+async def _died(gw: Gateway, trial: Trial, decision: Decision, failed: AttemptFailed) -> Leg | None:
     """The leg whose server ended under this attempt: its connection broke, and it is gone or another process now."""
-    broken = [outcome for outcome in failed.outcomes if retry.may_be_a_death(outcome)]
-    for outcome in broken:
-        if not await gw.monitor.probe_now(outcome.engine_id):
-            return outcome.leg
-    return None
+    broken = [each for each in failed.outcomes if retry.may_be_a_death(each)]
+    if not broken:
+        return None
+    ended = [each for each in broken if not await gw.monitor.probe_now(each.engine_id)]
+    trial.found([victim(decision, each) for each in ended])
+    return ended[0].leg if ended else None
 
 
 def final_error(

@@ -18,6 +18,8 @@ from engines.types import Role
 
 _TOKENS_UNSEEN = 50
 """SGLang's tokenizer hears of an answer that is not streamed every so many tokens; a shorter one has no pace."""
+_SHORTEST_S = 1e-6
+"""Of a pace: a busy machine may make several tokens in one moment of our clock."""
 
 
 def finish_object(live: Live, end: End, role: Role) -> dict[str, Any]:
@@ -91,10 +93,10 @@ def _times(live: Live, answering: Answering) -> dict[str, float]:
         "request_finished_ts": live.finished_s + offset_s,
         "response_sent_to_client_ts": live.finished_s + offset_s,
     }
-    decoding_s = live.finished_s - live.first_token_s
+    decoding_s = max(live.finished_s - live.first_token_s, _SHORTEST_S)
     tokens, seen_early = len(live.output.ids), answering.role is Role.PLAIN or answering.request.stream
-    if tokens > 1 and decoding_s > 0 and (seen_early or tokens > _TOKENS_UNSEEN):
-        times["decode_throughput"] = (len(live.output.ids) - 1) / decoding_s
+    if tokens > 1 and (seen_early or tokens > _TOKENS_UNSEEN):
+        times["decode_throughput"] = (tokens - 1) / decoding_s
     return times
 
 

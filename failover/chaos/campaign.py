@@ -17,10 +17,11 @@ from xml.etree import ElementTree
 from rich.console import Console
 from rich.status import Status
 
-from failover.chaos import junit, record_file, report_text
+from failover.chaos import junit, record_file, report_text, stop_key
 from failover.chaos.history import History
 from failover.chaos.invariants import judge
 from failover.chaos.plain import plain
+from failover.chaos.real_fleet import RealFleet
 from failover.chaos.record import Record
 from failover.chaos.scenario import Scenario, ScenarioError
 from failover.chaos.verdict import Broken, Judgement, Verdict
@@ -29,13 +30,14 @@ from failover.chaos.world import Unable
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One run to do. `again`: the command that does it again; `out`: where its record goes."""
+    """One run to do. `again`: the command that does it again; `out`: where its record goes; `fleet`: a real one."""
 
     scenario: Scenario
     seed: int
     long: bool
     again: str
     out: Path | None = None
+    fleet: RealFleet | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,30 +116,34 @@ def _as_object(record: Record, judgement: Judgement, again: str) -> dict[str, An
 async def carry_out(jobs: Sequence[Job], report: Report) -> None:
     """Do all jobs, one after another, until a signal stops the one that runs.
 
-    The first SIGINT or SIGTERM lets the run undo its faults and end its processes, and judges what there is; the second
-    ends it at once.
+    The first SIGINT or SIGTERM, or the stop key, lets the run undo its faults and end its processes, and judges what
+    there is; the second signal ends it at once.
     """
     stop = asyncio.Event()
-    with _stopped_by_signals(stop), Console(stderr=True).status("") as status:
+    keys, status = stop_key.pressed(stop.set), Console(stderr=True).status("")
+    with _stopped_by_signals(stop), keys as can_press, status:
         for job in jobs:
-            record, judgement = await _one(job, status, stop)
+            record, judgement = await _one(job, status, stop, f" ({stop_key.KEY} stops it)" if can_press else "")
             report.add(record, judgement, job.again)
             if stop.is_set():
                 report.stopped = True
                 break
 
 
-async def _one(job: Job, status: Status, stop: asyncio.Event) -> tuple[Record, Judgement]:
-    from failover.chaos import runner
+async def _one(job: Job, status: Status, stop: asyncio.Event, hint: str) -> tuple[Record, Judgement]:
+    from failover.chaos import real_run, runner
 
     name = report_text.heading(job.scenario.name, job.seed, job.long)
 
     def tell(words: str) -> None:
-        status.update(f"{name}: {words}")
+        status.update(f"{name}: {words}{'' if stop.is_set() else hint}")
 
     tell("starts")
     try:
-        record = await runner.run(job.scenario, job.seed, long=job.long, tell=tell, stop=stop)
+        if job.fleet is not None:
+            record = await real_run.run(job.scenario, job.fleet, job.seed, long=job.long, tell=tell, stop=stop)
+        else:
+            record = await runner.run(job.scenario, job.seed, long=job.long, tell=tell, stop=stop)
     except (Unable, ScenarioError, OSError) as error:  # a fleet, a trace, or this machine that cannot be used
         return _not_run(job, str(error), stop.is_set())
     if job.out is not None:
@@ -148,7 +154,7 @@ async def _one(job: Job, status: Status, stop: asyncio.Event) -> tuple[Record, J
 def _not_run(job: Job, problem: str, stopped: bool) -> tuple[Record, Judgement]:
     """A run that could not be carried out has shown nothing, and has no record that could be judged again."""
     empty = Record(
-        job.scenario, job.seed, job.long, version("pdgate"), (), (), (), (), (), History(()), 0.0, None, {}, stopped
+        job.scenario, job.seed, job.long, version("pdgate"), (), (), (), (), (), History(()), 0.0, None, stopped=stopped
     )
     wrong = Verdict("carried_out", "", (Broken(f"it could not be carried out: {problem}"),))
     return empty, Judgement((wrong,), judge(empty).figures)

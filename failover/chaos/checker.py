@@ -57,7 +57,7 @@ class Violation:
 def check(history: History, decode: Decode) -> list[Violation]:
     """Everything that is wrong; empty for a good history. `decode` gives the text of the model's token ids."""
     found = [each for request in history.requests for each in _request(request, history, decode)]
-    return [*found, *_attempts(history), *_leaks(history)]
+    return [*found, *attempts(history), *_leaks(history)]
 
 
 def outcome(request: Request) -> Outcome:
@@ -76,7 +76,7 @@ def _request(request: Request, history: History, decode: Decode) -> Iterator[Vio
     if ended is Outcome.LOST and not _gateway_died(request, history):
         yield Violation(request.name, "end", "one proper end", f"a connection that broke, status {request.status}")
     yield from _form(request, ended)
-    yield from _order(request)
+    yield from order(request)
     answers = [_answer(request, index, decode) for index in range(len(request.choices))]
     for violations, _ in answers:
         yield from violations
@@ -123,9 +123,9 @@ def _done(event: Event) -> bool:
     return event.done
 
 
-def _order(request: Request) -> Iterator[Violation]:
-    """Nothing follows an error, a terminator, or the finish of its own choice, but what may."""
-    over, finished = "", set[int]()
+def order(request: Request) -> Iterator[Violation]:
+    """Nothing but what may follows an error, a terminator, or the finish of its choice; a role comes once, first."""
+    over, finished, begun = "", set[int](), set[int]()
     for position, event in enumerate(request.events):
         if event.junk:
             yield Violation(request.name, "form", "an event", repr(event.junk), position=position)
@@ -133,6 +133,10 @@ def _order(request: Request) -> Iterator[Violation]:
             yield Violation(request.name, f"after the {over}", "nothing", _shown(event), position=position)
         if event.index in finished and (event.text or event.ids):
             yield Violation(request.name, "after the finish", "no text", _shown(event), position=position)
+        if event.role and event.index in begun:
+            yield Violation(request.name, "role", "once, before all text", "again", position=position)
+        if event.role or event.text or event.ids:
+            begun.add(event.index)
         if event.finish:
             finished.add(event.index)
         if not 0 <= event.index < max(1, len(request.choices)):
@@ -191,7 +195,7 @@ def _usage(request: Request, ended: Outcome, answers: Sequence[Whole]) -> Iterat
             yield Violation(request.name, "cached tokens", f"at most {prompt}", str(usage.cached_tokens))
 
 
-def _attempts(history: History) -> Iterator[Violation]:
+def attempts(history: History) -> Iterator[Violation]:
     """No room and no rid twice, no rid the beginning of another, and one live attempt at a time."""
     every = [(r, attempt) for r in history.requests for choice in r.choices for attempt in choice.attempts]
     by_rid = sorted(every, key=lambda each: each[1].rid)

@@ -17,9 +17,9 @@ from typing import Protocol
 
 from engines.server_process import die_with_parent
 from engines.tasks import spawn
-from failover.chaos.world import Unable
+from failover.chaos.world import NotAnyMore, Unable
 
-START_S = 30.0
+START_S = 60.0
 _POLL_S = 0.03
 _LOG_TAIL_BYTES = 2_000
 _SHOWN = {
@@ -67,7 +67,7 @@ class Child:
         self._told: set[signal.Signals] = set()
         self.launched_s = 0.0
         """When the present process was begun, by the loop's clock."""
-        self.frozen = self._announced = False
+        self.frozen = self._announced = self._hurried = False
         self.deaths_s: list[float] = []
         """When processes were gone that had been killed, or ended though nobody had told them to; as above."""
         self.crashes: list[int] = []
@@ -94,6 +94,8 @@ class Child:
         """No effect when it has ended."""
         if self._process is None or self._process.returncode is not None:
             return
+        if self._hurried and number == signal.SIGTERM:
+            number = signal.SIGKILL
         self._told.add(number)
         if number in _SHOWN and (number != signal.SIGCONT or self.frozen):
             self._mark(self.name, _SHOWN[number])
@@ -108,8 +110,12 @@ class Child:
         return await self._process.wait()
 
     async def start(self, flags: Sequence[str] = (), before: Sequence[str] = ()) -> None:
-        """A new process unless one runs; returns when it answers. Unable if it ends, or does not within 30 s."""
+        """A new process unless one runs; returns when it answers. Unable if it ends, or does not within a minute.
+
+        NotAnyMore from `hurry` on.
+        """
         async with self._starting:
+            self._check_hurry()
             if not self.running:
                 await self._launch(flags, before)
             await self._until_it_answers()
@@ -117,6 +123,12 @@ class Child:
             if not self._announced:
                 self._mark(self.name, "started")
                 self._announced = True
+
+    def hurry(self) -> None:
+        """From now on it is not started any more, and not waited for if it was told to end."""
+        self._hurried = True
+        if signal.SIGTERM in self._told:
+            self.send_signal(signal.SIGKILL)
 
     async def _launch(self, flags: Sequence[str], before: Sequence[str]) -> None:
         self._told.clear()
@@ -139,11 +151,16 @@ class Child:
         loop = asyncio.get_running_loop()
         until_s = loop.time() + START_S
         while not await self._plan.answers():
+            self._check_hurry()
             if not self.running:
                 raise Unable(f"{self.name} ended when it was started: {self.log_tail()}")
             if loop.time() > until_s:
                 raise Unable(f"{self.name} did not answer within {START_S:g} s: {self.log_tail()}")
             await asyncio.sleep(_POLL_S)
+
+    def _check_hurry(self) -> None:
+        if self._hurried:
+            raise NotAnyMore(f"{self.name} is not started any more")
 
     def end(self) -> None:
         """SIGKILL, as nothing that is of the record; no effect when it has ended."""

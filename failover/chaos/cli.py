@@ -1,4 +1,4 @@
-"""`pdgate chaos`: runs scenarios on a fleet of emulated engines, and judges what its clients saw."""
+"""`pdgate chaos`: runs scenarios on a fleet of emulated engines, or on a real one, and judges what its clients saw."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from failover.chaos import record_file, report_text, scenario_file
+from failover.chaos import dry_run, fleet_flags, real_plan, record_file, report_text, scenario_file
 from failover.chaos.campaign import Job, Outputs, Report, carry_out
 from failover.chaos.faults import FAULTS
+from failover.chaos.fleet_flags import FleetError
 from failover.chaos.invariants import judge
+from failover.chaos.real_fleet import RealFleet
 from failover.chaos.record import Record
 from failover.chaos.record_file import RecordFileError
 from failover.chaos.scenario import Scenario, ScenarioError, Value
@@ -57,10 +59,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--out", type=Path, metavar="HISTORY", help="write the record here, with several runs into a folder"
     )
+    run.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
     check = add("check", _check, "judge records again")
     check.add_argument("histories", nargs="+", type=Path, metavar="HISTORY", help="records of --out")
     replay = add("replay", _replay, "run a record's scenario, seed and form again, and compare schedule and verdict")
     replay.add_argument("history", type=Path, metavar="HISTORY", help="a record of --out")
+    replay.set_defaults(dry_run=False)
+    for command in (run, replay):
+        fleet_flags.add_arguments(command)
     for command in (run, check, replay):
         command.add_argument("--json", action="store_true", help="print one JSON object")
         command.add_argument("--junit", type=Path, metavar="FILE", help="write JUnit XML")
@@ -77,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         act: Callable[[argparse.Namespace], int] = args.chaos
         return act(args)
-    except (UsageError, RecordFileError, OSError) as error:
+    except (UsageError, FleetError, RecordFileError, OSError) as error:
         print(f"pdgate chaos {args.chaos_command}: error: {error}", file=sys.stderr)
         return 2
     except asyncio.CancelledError:  # the second signal
@@ -88,7 +94,12 @@ def _run(args: argparse.Namespace) -> int:
     scenarios = _read(args.files)
     if args.quick and not (scenarios := [(file, each) for file, each in scenarios if each.quick]):
         raise UsageError("--quick: none of the scenarios is marked quick")
+    fleet = fleet_flags.read(args)
+    for file, each in scenarios if fleet is not None else ():
+        _check_possible(file, each, fleet)
     chosen = [(file, each, args.seed + more) for file, each in scenarios for more in range(args.seeds)]
+    if args.dry_run:
+        return _dry_run(args, chosen, fleet)
     folder = args.out if args.out is not None and (len(chosen) > 1 or args.out.is_dir()) else None
     report = _report(args)
     if folder is None:
@@ -98,11 +109,41 @@ def _run(args: argparse.Namespace) -> int:
     else:
         folder.mkdir(parents=True, exist_ok=True)
     jobs = [
-        Job(each, seed, args.long, report_text.command(file, seed, args.long), _out(args, folder, each, seed))
+        Job(each, seed, args.long, _again(args, file, seed), _out(args, folder, each, seed), fleet)
         for file, each, seed in chosen
     ]
     asyncio.run(carry_out(jobs, report))
     return report.finish()
+
+
+def _again(args: argparse.Namespace, file: Path, seed: int) -> str:
+    return report_text.command(file, seed, args.long) + fleet_flags.given(args)
+
+
+def _check_possible(file: Path | str, scenario: Scenario, fleet: RealFleet | None) -> None:
+    """UsageError where a scenario cannot be done on a real fleet."""
+    try:
+        if fleet is not None:
+            real_plan.fitted(scenario, fleet)
+    except ScenarioError as error:
+        raise UsageError(f"{file}: {error}") from error
+
+
+def _dry_run(args: argparse.Namespace, chosen: Sequence[tuple[Path, Scenario, int]], fleet: RealFleet | None) -> int:
+    """Say what each run would do."""
+    if args.json or any((args.out, args.junit, args.html)):
+        raise UsageError("--dry-run: it prints text, and writes nothing; leave out --json, --out, --junit and --html")
+    for file, scenario, seed in chosen:
+        try:
+            trace = Path(scenario.load.trace).read_text(encoding="utf-8") if scenario.load.trace else ""
+            if fleet is None:
+                lines = dry_run.on_emulated(scenario, seed, long=args.long, trace=trace)
+            else:
+                lines = dry_run.on_real(scenario, fleet, seed, long=args.long, trace=trace)
+            print(*lines, sep="\n")
+        except ScenarioError as error:
+            raise UsageError(f"{file}: {error}") from error
+    return 0
 
 
 def _out(args: argparse.Namespace, folder: Path | None, scenario: Scenario, seed: int) -> Path | None:
@@ -121,8 +162,10 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _replay(args: argparse.Namespace) -> int:
-    before, report = record_file.read(args.history), _report(args)
-    asyncio.run(carry_out([Job(before.scenario, before.seed, before.long, _replay_command(args.history))], report))
+    before, report, fleet = record_file.read(args.history), _report(args), fleet_flags.read(args)
+    fleet_flags.check_same(before, fleet)
+    again = _replay_command(args.history) + fleet_flags.given(args)
+    asyncio.run(carry_out([Job(before.scenario, before.seed, before.long, again, fleet=fleet)], report))
     if report.last is not None and not report.stopped:
         report.differences = list(_differences((before, judge(before)), report.last))
     return report.finish()

@@ -7,7 +7,8 @@ several addresses would send it; one that has begun is never sent twice.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import aiohttp
 import orjson
@@ -17,12 +18,26 @@ from failover.chaos.answer import Answer
 from failover.chaos.history import Ending
 from failover.chaos.load import Asked
 
-AT_ONCE = 2_000
-"""Clients that run at the same time; those that come then wait for one to end."""
 _AGAIN_S = 0.1
 """Before a client asks again that every gateway has refused."""
 _HASTY_S = 0.03
 """When a client leaves that wants no event: its request is out by then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manners:
+    """How clients ask: `at_once` of them at the same time, those that come then wait for one to end.
+
+    `headers`: sent with every request, by the gateway that is asked. `names`: each request is given a name (`rid`) of
+    its own, by which a gateway can be asked about it.
+    """
+
+    at_once: int = 2_000
+    headers: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    names: bool = True
+
+
+PLAIN = Manners()
 
 
 class Driver:
@@ -40,11 +55,12 @@ class Driver:
         ended: Callable[[Answer], None],
         began: Callable[[Answer], None] = lambda answer: None,
         broken: Callable[[str, float, float], bool] = lambda gateway, from_s, to_s: False,
+        manners: Manners = PLAIN,
     ) -> None:
         self._http, self._gateways, self._now_s = http, gateways, now_s
         self._began, self._ended, self._broken = began, ended, broken
         self._clients: dict[asyncio.Task[None], Answer] = {}
-        self._room = asyncio.Semaphore(AT_ONCE)
+        self._manners, self._room = manners, asyncio.Semaphore(manners.at_once)
         self.asked = 0
 
     @property
@@ -98,7 +114,8 @@ class Driver:
 
     async def _ask(self, answer: Answer) -> None:
         """Find a gateway that takes it, and read all; round by round while all refuse."""
-        data = orjson.dumps({**answer.asked.body, "rid": answer.rid})
+        own_name = {"rid": answer.rid} if self._manners.names else {}
+        data = orjson.dumps({**answer.asked.body, **own_name})
         turn = answer.asked.number
         while True:
             answer.gateway, url = self._gateways[turn % len(self._gateways)]
@@ -125,8 +142,10 @@ class Driver:
         answer.left = not answer.ended
 
     async def _read(self, answer: Answer, url: str, data: bytes) -> None:
-        headers = {"content-type": "application/json", **answer.asked.headers}
-        async with self._http.post(url + answer.asked.path, data=data, headers=headers) as reply:
+        of_gateway = self._manners.headers.get(answer.gateway, {})
+        headers = {"content-type": "application/json", **of_gateway, **answer.asked.headers}
+        path = url + answer.asked.path
+        async with self._http.post(path, data=data, headers=headers, allow_redirects=False) as reply:
             answer.status, answer.headers = reply.status, reply.headers
             if not answer.is_stream:
                 answer.take_body(self._now_s(), await reply.read())

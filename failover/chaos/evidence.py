@@ -8,14 +8,20 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from engines.emulator.tokens import decode
+from failover.chaos import client_checks
 from failover.chaos.checker import Outcome, Violation, check, outcome
 from failover.chaos.history import Attempt, History, Request
 from failover.chaos.record import Mark, Record
 from failover.chaos.verdict import Broken
+from failover.reaper import LEASE_S, WATCHED_S
 
 ENGINES = frozenset({"prefill", "decode"})
-_BY_A_SIGNAL = frozenset({"killed", "stopped"})
+_BY_A_SIGNAL = frozenset({"killed", "told to end"})
 """Marks of a process whose end is no surprise."""
+_RENEWED_S = 1.0
+"""How often a gateway renews its lease."""
+_FOUND_OUT_S = 5.0
+"""A gateway that was declared dead knows it so long after it thaws, at the latest."""
 _BY_A_FAULT = frozenset({"die_at_token"})
 """Faults of which one process dies by itself, while they are on."""
 
@@ -53,10 +59,13 @@ class Run:
 
 
 def look_at(record: Record) -> Run:
-    """All that is worked out once; it replays the token rule over every answer."""
+    """All that is worked out once; of an emulated run it replays the token rule over every answer."""
     history, first_s = record.history, min(applied(record).values(), default=math.inf)
     outcomes = tuple((request, outcome(request)) for request in history.requests)
-    violations = check(History(history.requests, deaths=history.deaths), decode)
+    if record.fleet is not None:
+        violations = client_checks.check(history, record.references)
+    else:
+        violations = check(History(history.requests, deaths=history.deaths), decode)
     after = tuple(each for request in history.requests for each in _pauses(request) if each.ended_s >= first_s)
     return Run(record, outcomes, tuple(violations), after, tuple(_deaths(record)))
 
@@ -88,6 +97,25 @@ def alive(record: Record) -> set[str]:
     """The names of the processes that ran when the run was over."""
     last = {mark.instance: mark.what for mark in record.marks if mark.what in ("started", "killed", "ended")}
     return {each.name for each in record.instances if last.get(each.name, "started") == "started"}
+
+
+def may_be_declared_dead(record: Record, gateway: str, from_s: float, to_s: float) -> bool:
+    """Whether a gateway has stood still, at some moment from then till then, for so long that others may think so.
+
+    Its lease ends `LEASE_S` after its last renewal, which was up to a second before; they watch that for `WATCHED_S`.
+    """
+    frozen_s = None
+    for mark in (*record.marks, Mark(math.inf, gateway, "thawed")):
+        if mark.instance != gateway:
+            continue
+        if mark.what == "frozen":
+            frozen_s = mark.at_s
+        elif mark.what in ("thawed", "killed") and frozen_s is not None:
+            long = mark.at_s - frozen_s >= LEASE_S + WATCHED_S - _RENEWED_S
+            if long and frozen_s <= to_s and mark.at_s + _FOUND_OUT_S >= from_s:
+                return True
+            frozen_s = None
+    return False
 
 
 def case_of(record: Record, what: str, request: Request, attempt: Attempt | None = None) -> Broken:

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 
 from engines import tasks
 from failover.chaos import phases
 from failover.chaos.faults import FAULTS
 from failover.chaos.faults.base import Fault
-from failover.chaos.processes import Processes
 from failover.chaos.record import FaultRun, Planned
-from failover.chaos.world import Unable
+from failover.chaos.world import NotAnyMore, RunWorld, Unable
 
 _HELD_S = 0.3
 """A request that was held for a fault goes on when the fault was applied, and when that takes longer, after this."""
+_AGAIN_S = 0.5
+"""Between two tries to lift it."""
 
 
 class FaultPlay:
     """`end` lifts it, however far it has come; `became` is then what became of it."""
 
-    def __init__(self, world: Processes, planned: Planned) -> None:
+    def __init__(self, world: RunWorld, planned: Planned) -> None:
         self.planned = planned
         self._world = world
         self._fault: Fault | None = None
@@ -103,10 +105,17 @@ class FaultPlay:
             self._applied_s, self._problem = None, str(error)
 
     async def _lift(self) -> None:
-        if self._fault is None:
-            return
-        try:
-            await self._fault.lift()
-            self._lifted_s = self._world.now_s()
-        except Unable as error:
-            self._problem = self._problem or f"it could not be lifted: {error}"
+        """Until it is lifted, while the load goes on: whoever cannot be reached may stand still for now."""
+        while self._fault is not None and self._lifted_s is None:
+            last_try = self._over.is_set()
+            try:
+                await self._fault.lift()
+                self._lifted_s = self._world.now_s()
+            except NotAnyMore:
+                return
+            except Unable as error:
+                if last_try:
+                    self._problem = self._problem or f"it could not be lifted: {error}"
+                    return
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._over.wait(), _AGAIN_S)

@@ -32,7 +32,8 @@ class Attempt:
     """One try of one engine request on a pair of servers.
 
     The prefill draws the first token with its key, the decode all others with its own; both are empty for greedy.
-    `ended_s` is when both legs' exchanges were over, None if they never were.
+    `ended_s` is when both legs' exchanges were over, None if they never were. `aborted`: its decode said that somebody
+    had told it to drop it, and it was not its own gateway.
     """
 
     rid: str
@@ -43,6 +44,7 @@ class Attempt:
     ended_s: float | None
     prefill_key: bytes = b""
     decode_key: bytes = b""
+    aborted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,10 @@ class Error:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One event of a stream, or a whole body (one for each of its choices); `junk` is what cannot be read as either."""
+    """One event of a stream, or a whole body (one for each of its choices); `junk` is what cannot be read as either.
+
+    `role`: it says whose words these are, as the first event of each choice of a chat does.
+    """
 
     at_s: float
     index: int = 0
@@ -97,6 +102,7 @@ class Event:
     error: Error | None = None
     done: bool = False
     junk: str = ""
+    role: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +110,7 @@ class Request:
     """One client: what it asked, and all it read. `status` is None while no answer has begun.
 
     `ids_shown`: it reads token ids too. `wants_usage`: its answer tells usage, once. `samples` follow one another in
-    `choices` for each prompt. `gateway` names the replica that it asked.
+    `choices` for each prompt. `gateway` names the replica that it asked, `kind` what of the load's mix it is.
     """
 
     name: str
@@ -119,6 +125,7 @@ class Request:
     wants_usage: bool = False
     samples: int = 1
     gateway: str = ""
+    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True)

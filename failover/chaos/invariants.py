@@ -10,12 +10,26 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from failover.chaos.checker import Outcome
-from failover.chaos.evidence import ENGINES, Run, alive, applied, case_of, fault_at, look_at, tries, violated
+from failover.chaos.evidence import (
+    ENGINES,
+    Run,
+    alive,
+    applied,
+    case_of,
+    fault_at,
+    look_at,
+    may_be_declared_dead,
+    tries,
+    violated,
+)
+from failover.chaos.history import Attempt, Request
 from failover.chaos.record import Record
 from failover.chaos.verdict import Broken, Judgement, Verdict
 
 _NO_END = "end"
 """The checker's rule of a request without a proper end."""
+_FENCED = "gateway_fenced"
+"""The code of what a gateway ends its requests with when others have declared it dead."""
 _STOPPED = "the run was stopped before its end"
 
 
@@ -85,7 +99,7 @@ def nothing_left_on_engines(run: Run) -> Finding:
     expected = [each.name for each in record.instances if each.role in ENGINES and each.name in alive(record)]
     if record.stopped or not (ledgers or expected):
         return Finding(unseen=_STOPPED if record.stopped else "no engine was alive at the end")
-    owners = {str(each.room): (request, each) for request in record.history.requests for each in tries(request)}
+    owners = _owners(record)
     wrong = [Broken(f"the ledger of {name} was not read") for name in expected if name not in ledgers]
     for name, ledger in ledgers.items():
         for room, tokens in ledger.by_room.items():
@@ -95,6 +109,10 @@ def nothing_left_on_engines(run: Run) -> Finding:
     return Finding(f"{len(ledgers)} engines' ledgers", tuple(wrong))
 
 
+def _owners(record: Record) -> Mapping[str, tuple[Request, Attempt]]:
+    return {str(each.room): (request, each) for request in record.history.requests for each in tries(request)}
+
+
 def nothing_left_in_gateways(run: Run) -> Finding:
     """No booking, journal entry, task or socket is left when the run is over."""
     counts = run.record.history.left_over
@@ -102,6 +120,45 @@ def nothing_left_in_gateways(run: Run) -> Finding:
         return Finding(unseen=_STOPPED if run.record.stopped else "nothing was counted")
     wrong = (Broken(f"{count} left of {name}") for name, count in counts.items() if count)
     return Finding(f"{len(counts)} counts", tuple(wrong))
+
+
+def dead_gateways_attempts_released(run: Run) -> Finding:
+    """What a gateway that died had on engines is released within the scenario's time after its death."""
+    record, bound_s = run.record, run.record.scenario.expect.reaped_s
+    if not record.history.deaths:
+        return Finding("no gateway died")
+    looked_s = {sample.instance: sample.at_s for sample in record.samples}
+    if max(death.at_s for death in record.history.deaths) > max(looked_s.values(), default=-math.inf):
+        return Finding(unseen="no engine was looked at after the death of a gateway")
+    longest_s = max((each.seen_s - each.died_s for each in record.orphans), default=0.0)
+    left = f"{len(record.history.deaths)} dead gateways left {len(record.orphans)} attempts' KV on engines"
+    late = [each for each in record.orphans if each.seen_s - each.died_s > bound_s]
+    still = [each for each in record.orphans if each.seen_s >= looked_s.get(each.engine, math.inf)]
+    if still and not late:
+        return Finding(unseen=f"{left}, some of which was there when the run ended")
+    owners = _owners(record)
+    wrong = []
+    for each in late:
+        after_s, fault = each.seen_s - each.died_s, fault_at(record, each.died_s, each.died_s)
+        what = f"{each.engine} holds KV for room {each.room} {after_s:.1f} s after the death of {each.gateway}"
+        request, attempt = owners.get(each.room, (None, None))
+        wrong.append(Broken(what, request.name if request else "", attempt.rid if attempt else "", fault))
+    return Finding(f"{left}, the last was seen {longest_s:.1f} s after, at most {bound_s:g} s", tuple(wrong))
+
+
+def no_live_attempt_aborted(run: Run) -> Finding:
+    """Nothing that a gateway runs is aborted by others, nor is it declared dead, unless it stood still for long."""
+    record, wrong, looked_at = run.record, [], 0
+    for request, _ in run.outcomes:
+        last_s = max((event.at_s for event in request.events), default=request.asked_s)
+        if may_be_declared_dead(record, request.gateway, request.asked_s, last_s):
+            continue
+        made = list(tries(request))
+        looked_at += len(made)
+        wrong += [case_of(record, "aborted, not by its own gateway", request, each) for each in made if each.aborted]
+        if any(event.error is not None and event.error.code == _FENCED for event in request.events):
+            wrong.append(case_of(record, f"{request.gateway} was declared dead", request, *made[-1:]))
+    return Finding(f"{looked_at} attempts of gateways that lived", tuple(wrong))
 
 
 def settled(run: Run) -> Finding:
@@ -206,6 +263,8 @@ INVARIANTS: Mapping[str, Rule] = {
         one_end,
         nothing_left_on_engines,
         nothing_left_in_gateways,
+        dead_gateways_attempts_released,
+        no_live_attempt_aborted,
         settled,
         refused,
         broken,

@@ -7,10 +7,13 @@ connections to engines are no leftovers: a pool keeps them, and the engines say 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections.abc import Mapping
 
+from failover.chaos import explained
 from failover.chaos.children import Child
+from failover.chaos.explained import JOURNAL, Canary
 from failover.chaos.history import Ledger
 from failover.chaos.open_files import CLOSE_WAIT, LISTEN, inodes, other_files, tcp_sockets
 from failover.chaos.processes import ENGINES, Processes
@@ -68,14 +71,19 @@ class Leftovers:
             await asyncio.sleep(_POLL_S)
 
     async def look(self) -> None:
-        """Ask everybody once."""
+        """Ask everybody once; what gateways' own canaries hold does not count."""
         self.counts = {}
+        for gateway in self._world.of("gateway"):
+            self._count_open(gateway)  # before our own calls open anything there
+        canaries = await self._canaries()
         found = [await self._ask_engine(engine) for engine in self._world.of(*ENGINES)]
-        self.ledgers = tuple(each for each in found if each is not None)
         for gateway in self._world.of("gateway"):
             await self._ask_gateway(gateway)
         if self._world.of("redis"):
             await self._ask_redis()
+        canaries |= await self._canaries()
+        self.ledgers = explained.ledgers((each for each in found if each is not None), canaries)
+        self.counts = explained.counts(self.counts, canaries)
         for child in self._world.of("gateway", "redis"):
             self.counts[f"crashes of {child.name}"] = len(child.crashes)
 
@@ -88,6 +96,18 @@ class Leftovers:
             found[f"errors in the log of {gateway.name}" + (f" ({first[:_SHOWN_CHARS]})" if first else "")] = int(
                 bool(first)
             )
+        return found
+
+    async def _canaries(self) -> set[Canary]:
+        """Those that are under way now; of gateways that answer."""
+        found = set[Canary]()
+        for gateway in self._world.of("gateway"):
+            with contextlib.suppress(Unable):  # that is counted elsewhere
+                told = await self._world.told(gateway.name, "/pdgate/canaries")
+                for each in told["under_way"]:
+                    prefill, decode = (self._world.name_of(each[leg]) for leg in ("prefill", "decode"))
+                    tokens = int(each["uncached_tokens"]), int(each["kv_tokens"])
+                    found.add(Canary(gateway.name, str(each["room"]), prefill, decode, *tokens))
         return found
 
     async def _ask_engine(self, engine: Child) -> Ledger | None:
@@ -109,12 +129,14 @@ class Leftovers:
             return
         for name, value in gauges(text).items():
             self.counts[f"{name} of {gateway.name}"] = value
+
+    def _count_open(self, gateway: Child) -> None:
+        """Sockets of its clients, and those that it should have closed; gateways may ask each other whether they live.
+
+        Also what else it has open, beyond what it had when it was idle.
+        """
         more = other_files(gateway.pid) - self._files.get(gateway.name, 0)
         self.counts[f"open files of {gateway.name}"] = max(0, more)
-        self._count_sockets(gateway)
-
-    def _count_sockets(self, gateway: Child) -> None:
-        """Those of its clients, and those that it should have closed; gateways may ask each other whether they live."""
         everyone = tcp_sockets()
         mine = [everyone[inode] for inode in inodes(gateway.pid) if inode in everyone]
         peers = {inode for each in self._world.of("gateway") for inode in inodes(each.pid)}
@@ -130,7 +152,7 @@ class Leftovers:
         """How many attempts are in the journals of gateways, dead ones included."""
         try:
             names = await self._world.redis("KEYS", _JOURNALS)
-            self.counts["attempts in the journal"] = sum([await self._world.redis("HLEN", name) for name in names])
+            self.counts[JOURNAL] = sum([await self._world.redis("HLEN", name) for name in names])
         except Unable:
             self.counts["Redis that does not answer"] = 1
 

@@ -1,7 +1,8 @@
 """What the clients of a run ask, and when: fixed by the plan, the seed and the form. Pure.
 
-One byte of a prompt is one token of an emulated engine; templates and tools come on top. Prompts differ from all others
-within their first few bytes, unless their kind shares its beginning, so that no answer can be mistaken for another's.
+One byte of a prompt is one token of an emulated engine, and a word about one of a real model; templates and tools come
+on top. Prompts differ from all others within their first few bytes, unless their kind shares its beginning, so that no
+answer can be mistaken for another's.
 """
 
 from __future__ import annotations
@@ -22,8 +23,6 @@ LONG_PROMPT_TOKENS = (4_000, 12_000)
 """Several chunks of a prefill."""
 POISON = "arsenic"
 """The word that the fault `poison_prompt` makes engines die of."""
-_POISON_APART_S = 1.5
-"""Its client asks again when it has its answer."""
 _SHARED_PREFIXES = 4
 _SHARED_TOKENS = 512
 _PHRASES = ("tell me more", "and then", "of the sea", "as it was", "why not", "in the end", "one by one", "once again")
@@ -44,37 +43,53 @@ class Asked:
     leaves_after: int | None = None
 
 
+Fill = Callable[[str, int, Random], str]
+"""A text that begins with a given one and has a given length, in whatever it is counted in."""
+
+
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What a kind of request makes a request of: a prompt, the answer's length in tokens, and its own chance."""
+    """What a kind of request makes a request of: a prompt, the answer's length in tokens, and its own chance.
+
+    `fill` writes more of a prompt.
+    """
 
     prompt: str
     tokens: int
     model: str
     chance: Random
+    fill: Fill
 
 
 Made = tuple[str, Mapping[str, Any]]
 """A path and a body."""
 
 
-def requests(plan: LoadPlan, seed: int, *, long: bool, trace: str = "", model: str = "emulated") -> tuple[Asked, ...]:
+def by_bytes(start: str, length: int, chance: Random) -> str:
+    """A text of exactly `length` bytes that begins with `start`."""
+    parts, size = [start], len(start)
+    while size < length:
+        parts.append(chance.choice(_PHRASES) + ". ")
+        size += len(parts[-1])
+    return "".join(parts)[:length]
+
+
+def requests(
+    plan: LoadPlan, seed: int, *, long: bool, trace: str = "", model: str = "emulated", fill: Fill = by_bytes
+) -> tuple[Asked, ...]:
     """Every request of a run, by time; `trace`: the text of the plan's trace file, where it names one.
 
-    ScenarioError for a trace that cannot be read.
+    `fill` writes the prompts. ScenarioError for a trace that cannot be read.
     """
     chance = Random(f"load {seed}")
     load_s = plan.duration_s[long]
     kinds, weights = list(plan.mix), list(plan.mix.values())
-    coming = _of_trace(plan, trace) if plan.trace else _by_chance(plan, chance)
-    asked, poison_s = [], -_POISON_APART_S
+    coming = _of_trace(plan, trace, fill) if plan.trace else _by_chance(plan, chance, fill)
+    asked = []
     for number, (at_s, prompt, tokens) in enumerate(takewhile(lambda each: each[0] < load_s, coming)):
         kind = chance.choices(kinds, weights)[0]
-        if kind == "poison" and at_s < poison_s + _POISON_APART_S:
-            continue
-        poison_s = at_s if kind == "poison" else poison_s
         own = Random(f"load {seed} {number}")
-        path, body = KINDS[kind](Draft(prompt, tokens, model, own))
+        path, body = KINDS[kind](Draft(prompt, tokens, model, own, fill))
         leaves_after = _leaves_after(kind, body, tokens, plan.leave_ratio, own)
         asked.append(Asked(number, round(at_s, 4), kind, path, body, leaves_after=leaves_after))
     return tuple(asked)
@@ -89,24 +104,24 @@ def _leaves_after(kind: str, body: Mapping[str, Any], tokens: int, leave_ratio: 
 # -- when, and how long ---------------------------------------------------------------------------------------------
 
 
-def _by_chance(plan: LoadPlan, chance: Random) -> Iterator[tuple[float, str, int]]:
+def _by_chance(plan: LoadPlan, chance: Random, fill: Fill) -> Iterator[tuple[float, str, int]]:
     """Time, prompt and tokens of the answer of one request after another: a Poisson process, lengths evenly spread."""
     at_s, number = 0.0, 0
     while True:
         at_s += chance.expovariate(plan.rate_per_s)
         length = chance.randint(*plan.prompt_tokens)
-        yield at_s, _words(f"{number:06d} ", length, chance), chance.randint(*plan.output_tokens)
+        yield at_s, fill(f"{number:06d} ", length, chance), chance.randint(*plan.output_tokens)
         number += 1
 
 
-def _of_trace(plan: LoadPlan, trace: str) -> Iterator[tuple[float, str, int]]:
+def _of_trace(plan: LoadPlan, trace: str, fill: Fill) -> Iterator[tuple[float, str, int]]:
     """The same from a trace, lengths kept within those of the plan; equal hash ids give equal text."""
     rows = sorted(_rows(trace), key=lambda row: row[0])
     for number, (at_ms, prompt_tokens, output_tokens, ids) in enumerate(rows):
         at_s = (at_ms - rows[0][0]) / 1000 / plan.trace_speed
-        known = "".join(_words(f"block {block} ", TRACE_BLOCK_TOKENS, Random(f"block {block}")) for block in ids)
+        known = "".join(fill(f"block {block} ", TRACE_BLOCK_TOKENS, Random(f"block {block}")) for block in ids)
         length = _within(prompt_tokens, plan.prompt_tokens)
-        prompt = _words(known or f"{number:06d} ", length, Random(f"trace {number}"))
+        prompt = fill(known or f"{number:06d} ", length, Random(f"trace {number}"))
         yield at_s, prompt, _within(output_tokens, plan.output_tokens)
 
 
@@ -127,13 +142,16 @@ def _within(value: int, bounds: tuple[int, int]) -> int:
     return min(max(value, bounds[0]), bounds[1])
 
 
-def _words(start: str, length: int, chance: Random) -> str:
-    """A text of exactly `length` bytes that begins with `start`."""
-    parts, size = [start], len(start)
-    while size < length:
-        parts.append(chance.choice(_PHRASES) + ". ")
-        size += len(parts[-1])
-    return "".join(parts)[:length]
+def by_words(most: int) -> Fill:
+    """What fills with words, `most` at most: each is about one token of a real model, with the space behind it."""
+
+    def fill(start: str, length: int, chance: Random) -> str:
+        words = start.split()
+        while len(words) < min(length, most):
+            words += chance.choice(_PHRASES).split()
+        return " ".join(words[: min(length, most)]) + " "
+
+    return fill
 
 
 # -- kinds ----------------------------------------------------------------------------------------------------------
@@ -181,12 +199,12 @@ def _seeded(draft: Draft) -> Made:
 
 def _long(draft: Draft) -> Made:
     length = draft.chance.randint(*LONG_PROMPT_TOKENS)
-    return _chat(replace(draft, prompt=_words(draft.prompt, length, draft.chance)))
+    return _chat(replace(draft, prompt=draft.fill(draft.prompt, length, draft.chance)))
 
 
 def _shared(draft: Draft) -> Made:
     which = draft.chance.randrange(_SHARED_PREFIXES)
-    prefix = _words(f"shared {which} ", _SHARED_TOKENS, Random(f"shared {which}"))
+    prefix = draft.fill(f"shared {which} ", _SHARED_TOKENS, Random(f"shared {which}"))
     return _chat(replace(draft, prompt=prefix + draft.prompt))
 
 
@@ -210,7 +228,7 @@ def _stops(draft: Draft) -> Made:
 
 
 def _poison(draft: Draft) -> Made:
-    """Always the same prompt, as of a client that asks again and again."""
+    """Always the same prompt, as of clients that ask again and again."""
     return _chat(replace(draft, prompt=f"{POISON}, please"))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from engines import tasks
@@ -19,9 +20,10 @@ from engines.types import Role
 from failover.chaos.answer import Answer
 from failover.chaos.children import Child
 from failover.chaos.history import Death, Request
+from failover.chaos.orphans import Orphans
 from failover.chaos.processes import ENGINES, Processes
 from failover.chaos.reading import Secret, Told, Truth, is_sampled, request
-from failover.chaos.record import Sample
+from failover.chaos.record import Orphan, Sample
 from failover.chaos.scenario import FleetPlan
 from failover.chaos.world import Unable
 
@@ -34,7 +36,7 @@ _ASKED_AT_ONCE = 16
 _QUICK_S = 1.0
 _REFUSED = 400
 T = TypeVar("T")
-_KEPT = ("rid", "room", "choice_index", "prefill", "decode", "decided_s", "ended_s")
+_KEPT = ("rid", "room", "choice_index", "prefill", "decode", "decided_s", "ended_s", "outcomes")
 
 
 class Observer:
@@ -54,6 +56,7 @@ class Observer:
         """Of which no gateway could be asked, or it knew nothing."""
         self.samples: list[Sample] = []
         self._health: dict[tuple[str, str], str] = {}
+        self._orphans = Orphans()
         world.on_start = self._learn
 
     # ---- engines -------------------------------------------------------------------------------------------------
@@ -91,10 +94,16 @@ class Observer:
         if len(self.samples) < MAX_SAMPLES:
             sizes = used, ledger["cache_tokens"], ledger["total_tokens"]
             self.samples.append(Sample(self._world.now_s(), engine.name, *sizes))
+        deaths = {each.name: each.deaths_s for each in self._world.of("gateway")}
+        self._orphans.look(asyncio.get_running_loop().time(), engine.name, ledger["by_room"], deaths)
 
     async def _look(self, gateway: Child) -> None:
-        """What a gateway thinks of the engines; each change is marked."""
+        """What a gateway thinks of the engines; each change is marked. And what its rooms begin with."""
+        begun_s = gateway.launched_s
         told = await self._world.told(gateway.name, "/readyz")
+        process_id = (told["replicas"] or {}).get("process_id")
+        if process_id is not None and gateway.launched_s == begun_s:
+            self._orphans.learn(gateway.name, begun_s, process_id)
         for each in told["engines"]:
             key = (gateway.name, self._world.name_of(each["id"]))
             before, self._health[key] = self._health.get(key, "ready"), each["health"]
@@ -136,6 +145,19 @@ class Observer:
     def untold(self) -> int:
         """Answers that cannot be judged: their gateway died before it told of their attempts."""
         return len(self._unexplained.keys() - self._requests.keys())
+
+    @property
+    def orphans(self) -> tuple[Orphan, ...]:
+        """What gateways that died left on engines."""
+        zero_s = self._world.zero_s
+        found = self._orphans.found
+        return tuple(replace(each, died_s=each.died_s - zero_s, seen_s=each.seen_s - zero_s) for each in found)
+
+    @property
+    def roomless(self) -> int:
+        """Gateways that died of whose rooms nothing is known."""
+        dead = ((each.name, died_s) for each in self._world.of("gateway") for died_s in each.deaths_s)
+        return sum(not self._orphans.knows(*each) for each in dead)
 
     def deaths(self) -> tuple[Death, ...]:
         """The gateways that were killed, or ended though nobody had told them to, and when they were gone."""

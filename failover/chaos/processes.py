@@ -7,6 +7,7 @@ outlives the run, however it ends.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -24,7 +25,7 @@ from failover.chaos.commands import Addresses, plans
 from failover.chaos.links import Links
 from failover.chaos.record import Instance, Mark
 from failover.chaos.scenario import FleetPlan
-from failover.chaos.world import Link, Unable
+from failover.chaos.world import Link, NotAnyMore, Unable
 
 ENGINES = ("prefill", "decode")
 _CALL_S = 5.0
@@ -203,11 +204,25 @@ class Processes:
         """The engine that gateways call so."""
         return self.links.names.get(url.rstrip("/"), url)
 
+    def hurry(self) -> None:
+        """The run is stopped: from now on nothing is started, and nobody gets time to end. Twice is once."""
+        for child in self.children.values():
+            child.hurry()
+
     async def heal(self) -> list[str]:
-        """Everything runs and answers again, as far as that is possible; what does not."""
+        """Nothing stands still, and but for a hurry everything runs, as far as that is possible; what does not.
+
+        Engines have no faults any more, also those that stood still when theirs were to be lifted.
+        """
         for child in self.children.values():
             child.send_signal(signal.SIGCONT)
+        await asyncio.gather(*map(self._without_faults, self.of(*ENGINES)))
         return [each for each in await asyncio.gather(*map(_again, self.children.values())) if each]
+
+    async def _without_faults(self, engine: Child) -> None:
+        if engine.running:
+            with contextlib.suppress(Unable):  # it has died meanwhile, and its faults with it
+                await self.admin(engine.name, "DELETE", "/emulator/fault")
 
     async def _started(self, child: Child) -> None:
         if self.on_start is not None:
@@ -222,6 +237,8 @@ async def _again(child: Child) -> str:
     try:
         if not child.running:
             await child.start()
+    except NotAnyMore:
+        return ""
     except Unable as error:
         return str(error)
     return ""

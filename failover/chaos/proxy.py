@@ -16,19 +16,21 @@ from engines.tasks import spawn, stop
 from failover.chaos.proxy_flow import Connection, Direction, abort_when_closed
 from failover.chaos.world import PLAIN, LinkRule
 
+HOST = "127.0.0.1"
 _BACKLOG = 1024
 _PAUSE_S = 0.1
 """Until the next try to accept, when there are no descriptors left."""
 
 
 class TcpProxy:
-    """`world.Link`: listens on 127.0.0.1 and passes on to a target; forth is towards the target.
+    """`world.Link`: listens on one address and passes on to a target; forth is towards the target.
 
     A flow holds `MAX_HELD_BYTES` at most, so that a delay bounds the bandwidth as a TCP window does.
     """
 
     def __init__(self, target_host: str, target_port: int, rng: Random) -> None:
         self._target = (target_host, target_port)
+        self._host = HOST
         self._rng = rng
         self._forth, self._back = Direction(), Direction()
         self._imposed: dict[int, tuple[LinkRule, LinkRule, bool]] = {}
@@ -55,9 +57,10 @@ class TcpProxy:
     def bytes_back(self) -> int:
         return self._back.bytes
 
-    async def start(self, port: int = 0) -> int:
-        """Listen, on a free port by default; the port."""
-        self._holder = _bound(port)
+    async def start(self, port: int = 0, host: str = HOST) -> int:
+        """Listen, on a free port by default; the port. OSError where that cannot be."""
+        self._host = host
+        self._holder = _bound(host, port)
         self._listen()
         return int(self._holder.getsockname()[1])
 
@@ -146,7 +149,7 @@ class TcpProxy:
     def _listen(self, listening: bool = True) -> None:
         loop = asyncio.get_running_loop()
         if listening and self._listener is None and self._holder is not None:
-            self._listener = _bound(self._holder.getsockname()[1])
+            self._listener = _bound(self._host, self._holder.getsockname()[1])
             self._listener.listen(_BACKLOG)
             loop.add_reader(self._listener, self._accept)
         elif not listening and self._listener is not None:
@@ -209,13 +212,13 @@ def _sum(rules: Iterable[LinkRule]) -> LinkRule:
     return total
 
 
-def _bound(port: int) -> socket.socket:
+def _bound(host: str, port: int) -> socket.socket:
     """A socket bound to `port`, which others of ours may be bound to too."""
-    bound = socket.socket()
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        bound.bind(("127.0.0.1", port))
+        bound.bind((host, port))
         bound.setblocking(False)
     except OSError:
         bound.close()

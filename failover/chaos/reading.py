@@ -5,6 +5,7 @@ The true prompt, limits and sampling of each choice are those that an emulated e
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,11 +14,15 @@ from engines.emulator import parse
 from engines.emulator.draw import Draw
 from engines.emulator.tokens import decode
 from engines.token_rule import unpack
+from engines.types import FailureKind, Leg
 from failover.chaos.answer import DONE, Answer
 from failover.chaos.history import Attempt, Choice, Error, Event, Limits, Request, Usage
 
 UNTOLD_ROOM = 2**62
 """Rooms of attempts that nobody tells of are counted from here."""
+_ABORTED = re.compile(r"Decode transfer failed.*Aborted by AbortReq", re.DOTALL)
+"""What a decode says of a request that it was told to drop while its KV came. Before that it has the same words for a
+prefill that it cannot reach."""
 Told = Sequence[Mapping[str, Any]]
 """Attempts as `/pdgate/explain` shows them."""
 
@@ -82,6 +87,7 @@ def request(answer: Answer, told: Told | None, truth: Truth) -> Request | None:
         wants_usage=asked is not None and (not stream or asked.include_usage or generate),
         samples=asked.items[0].sampling.samples if asked is not None else 1,
         gateway=answer.gateway,
+        kind=answer.asked.kind,
     )
 
 
@@ -123,8 +129,14 @@ def _attempts(answer: Answer, told: Told | None, index: int, draw: Draw, truth: 
         if prefill_key is None or decode_key is None:
             return None
         own = (each["rid"], int(each["room"]), prefill, decode_name, began_s, ended_s)
-        found.append(Attempt(*own, prefill_key, decode_key))
+        found.append(Attempt(*own, prefill_key, decode_key, was_aborted(each)))
     return tuple(found)
+
+
+def was_aborted(told: Mapping[str, Any]) -> bool:
+    """Whether a decode said so; a gateway that lets go of an attempt itself notes no failure of it any more."""
+    failed = [each for each in told["outcomes"] if each["leg"] == Leg.DECODE]
+    return any(each["kind"] == FailureKind.ABORTED or _ABORTED.search(each["message"]) for each in failed)
 
 
 class Events:
@@ -167,8 +179,8 @@ class Events:
             text = text.removeprefix(self._echo(index))
         self._text[index] = ""
         ids = choice.get("token_ids") or choice.get("response_token_ids") or ()
-        finish = choice.get("finish_reason") or ""
-        return Event(at_s, index, text, tuple(ids), finish, choice.get("matched_stop") if finish else None)
+        finish, role = choice.get("finish_reason") or "", bool(owner and owner.get("role"))
+        return Event(at_s, index, text, tuple(ids), finish, choice.get("matched_stop") if finish else None, role=role)
 
     def _echo(self, index: int) -> str:
         item = self._asked.items[index] if self._asked is not None else None

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from failover.chaos.history import History
+from failover.chaos.real_fleet import RealFleet
 from failover.chaos.scenario import Scenario, Value
 
 
@@ -47,7 +48,7 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Something befell an instance: started, killed, frozen, thawed, ended (by itself), or a state of its health."""
+    """Something befell an instance: started, killed, told to end, ended, frozen, thawed, or a state of its health."""
 
     at_s: float
     instance: str
@@ -66,10 +67,23 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
+class Orphan:
+    """KV that an engine held for a room of a gateway when that gateway's process had died; `seen_s`: the last time."""
+
+    gateway: str
+    died_s: float
+    engine: str
+    room: str
+    seen_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Record:
     """One run. `unseen`: invariants that could not be seen, and why; `stopped`: it was stopped before its end.
 
     `settled_s`: how long after the load everything was given back; None: it was not, within the scenario's bound.
+    `orphans`: what dead gateways left on engines.
+    `fleet`: a real one, that was not started for the run. `references`: what it answered before the faults, by request.
     """
 
     scenario: Scenario
@@ -86,3 +100,6 @@ class Record:
     settled_s: float | None
     unseen: Mapping[str, str] = field(default_factory=dict)
     stopped: bool = False
+    orphans: tuple[Orphan, ...] = ()
+    fleet: RealFleet | None = None
+    references: Mapping[str, str] = field(default_factory=dict)

@@ -154,7 +154,8 @@ def _kinds(request: Request) -> list[str]:
     sampled = any(attempt.decode_key for choice in request.choices for attempt in choice.attempts)
     many = ["n > 1"] if request.samples > 1 else []
     many += ["list of prompts"] if len(request.choices) > request.samples else []
-    return ["stream" if request.stream else "whole body", "sampled" if sampled else "greedy", *many]
+    words = ["stream" if request.stream else "whole body", "sampled" if sampled else "greedy", *many]
+    return [*words, *([request.kind] if request.kind and request.kind not in words else [])]
 
 
 def _changed(limits: Limits) -> dict[str, Any]:

@@ -18,36 +18,34 @@ import aiohttp
 
 from engines import tasks
 from failover.chaos import load, schedule
-from failover.chaos.driver import Driver
+from failover.chaos.driver import PLAIN, Driver, Manners
+from failover.chaos.eyes import EmulatedEyes, Eyes
 from failover.chaos.fault_play import FaultPlay
 from failover.chaos.history import History
-from failover.chaos.leftovers import Leftovers
 from failover.chaos.load import Asked
-from failover.chaos.observe import Observer
 from failover.chaos.processes import Processes
 from failover.chaos.record import Planned, Record
 from failover.chaos.scenario import Scenario, ScenarioError
+from failover.chaos.world import RunWorld
 
-UNTOLD = "answers of gateways that died"
-"""What a record says of answers that nobody can judge."""
 _TELL_S = 1.0
-_LAST_LOOK_S = 2.0
-"""How long the last connections of our own may take to be gone."""
 
 
 async def run(scenario: Scenario, seed: int, *, long: bool, tell: Callable[[str], None], stop: asyncio.Event) -> Record:
     """Carry it out. Unable when its processes cannot be started; `tell` is given a line about once a second."""
     planned = schedule.planned(scenario, seed, long=long)
-    asked = load.requests(scenario.load, seed, long=long, trace=_trace(scenario))
+    asked = load.requests(scenario.load, seed, long=long, trace=trace_text(scenario))
     with tempfile.TemporaryDirectory(prefix="pdgate-chaos-") as folder:
         links = schedule.proxied(scenario, planned)
         world = Processes(scenario.fleet, links, Random(f"links {seed}"), Path(folder))
-        one = _Run(world, scenario, planned, asked, tell, stop)
+        roles = schedule.names(scenario.fleet)
+        eyes = EmulatedEyes(world, early="gateway" in {roles.get(fault.target) for fault in planned})
         async with world:
-            return await one.carry_out(seed, long)
+            return await Run(world, eyes, scenario, planned, asked, tell, stop).carry_out(seed, long)
 
 
-def _trace(scenario: Scenario) -> str:
+def trace_text(scenario: Scenario) -> str:
+    """What is in the scenario's trace, if it names one; ScenarioError where it cannot be read."""
     if not scenario.load.trace:
         return ""
     try:
@@ -56,52 +54,49 @@ def _trace(scenario: Scenario) -> str:
         raise ScenarioError("load.trace", f"{scenario.load.trace}: {error.strerror or error}") from error
 
 
-class _Run:
+class Run:
+    """One run in a world that is ready. `manners`: how its clients ask."""
+
     def __init__(
         self,
-        world: Processes,
+        world: RunWorld,
+        eyes: Eyes,
         scenario: Scenario,
         planned: Sequence[Planned],
         asked: Sequence[Asked],
         tell: Callable[[str], None],
         stop: asyncio.Event,
+        manners: Manners = PLAIN,
     ) -> None:
-        self._world, self._scenario, self._planned, self._asked = world, scenario, planned, asked
+        self._world, self._eyes, self._manners = world, eyes, manners
+        self._scenario, self._planned, self._asked = scenario, planned, asked
         self._tell, self._stop = tell, stop
-        roles = schedule.names(scenario.fleet)
-        befallen = {roles.get(fault.target) for fault in planned}
-        self._observer = Observer(world, early="gateway" in befallen)
         self._faults = [FaultPlay(world, fault) for fault in planned]
 
     async def carry_out(self, seed: int, long: bool) -> Record:
         """Everything from the start of the load to the record."""
-        world, observer = self._world, self._observer
-        leftovers = Leftovers(world)
-        await leftovers.before()
+        world, eyes, load_s = self._world, self._eyes, self._scenario.load.duration_s[long]
+        await eyes.before()
         world.begin()
         async with contextlib.AsyncExitStack() as stack:
-            http = await stack.enter_async_context(_clients())
+            http = await stack.enter_async_context(clients())
             gateways = [(name, world.links.client_url(name)) for name in world.names("gateway")]
-            driver = Driver(http, gateways, world.now_s, observer.ended, observer.began, world.links.broke)
-            stack.push_async_callback(observer.close)
+            driver = Driver(http, gateways, world.now_s, eyes.ended, eyes.began, world.links.broke, self._manners)
+            stack.push_async_callback(eyes.close)
             stack.push_async_callback(driver.stop)
-            watching = tasks.spawn(observer.watch(), "chaos-watch")
+            watching = tasks.spawn(eyes.watch(), "chaos-watch")
             stack.push_async_callback(tasks.stop, watching)
-            telling = tasks.spawn(self._progress(driver, self._scenario.load.duration_s[long]), "chaos-progress")
+            telling = tasks.spawn(self._progress(driver, load_s), "chaos-progress")
             stack.push_async_callback(tasks.stop, telling)
             for play in self._faults:
                 play.begin()
                 stack.push_async_callback(play.stop)
-            await self._play(driver, self._scenario.load.duration_s[long])
+            await self._play(driver, load_s)
             await self._settle(driver)
             load_s = world.now_s()
             self._say("waits until all is given back")
-            within_s = 0.0 if self._stop.is_set() else self._scenario.expect.settle_s
-            settled = await leftovers.wait(within_s, with_clients=False)
-            settled_s = world.now_s() - load_s
-            await observer.finish()
-            settled = await leftovers.wait(min(within_s, _LAST_LOOK_S)) and settled
-            return self._record(seed, long, load_s, settled_s if settled else None, leftovers)
+            settled_s = await eyes.settle(0.0 if self._stop.is_set() else self._scenario.expect.settle_s)
+            return eyes.told(self._record(seed, long, load_s, settled_s))
 
     async def _play(self, driver: Driver, load_s: float) -> None:
         """The load with its faults, until both are over."""
@@ -120,6 +115,8 @@ class _Run:
     async def _settle(self, driver: Driver) -> None:
         """Lift every fault, have every process run, and see every client to its end."""
         self._say("lifts what is left of the faults")
+        if self._stop.is_set():
+            self._world.hurry()
         await asyncio.gather(*(play.end() for play in self._faults))
         problems = await self._world.heal()
         if problems:
@@ -130,11 +127,7 @@ class _Run:
             self._say(f"waits for the end of {driver.live} answers")
             await driver.finish(self._scenario.expect.settle_s)
 
-    def _record(self, seed: int, long: bool, load_s: float, settled_s: float | None, left: Leftovers) -> Record:
-        world, observer = self._world, self._observer
-        counts = {**left.counts, **left.log_errors(), "requests that a gateway does not know": observer.unexplained}
-        history = History(observer.requests, left.ledgers, observer.deaths(), counts)
-        untold = f"{observer.untold} sampled answers: their gateway died before it told how they were drawn"
+    def _record(self, seed: int, long: bool, load_s: float, settled_s: float | None) -> Record:
         return Record(
             scenario=self._scenario,
             seed=seed,
@@ -142,13 +135,12 @@ class _Run:
             version=version("pdgate"),
             planned=tuple(self._planned),
             faults=tuple(play.became for play in self._faults),
-            instances=world.instances,
-            marks=tuple(world.marks),
-            samples=tuple(observer.samples),
-            history=history,
+            instances=self._world.instances,
+            marks=tuple(self._world.marks),
+            samples=(),
+            history=History(()),
             load_s=load_s,
             settled_s=settled_s,
-            unseen={UNTOLD: untold} if observer.untold else {},
             stopped=self._stop.is_set(),
         )
 
@@ -163,7 +155,7 @@ class _Run:
         self._tell(f"{self._world.now_s():.0f} s: {words}")
 
 
-def _clients() -> aiohttp.ClientSession:
+def clients() -> aiohttp.ClientSession:
     """Connections that are not used again: one that a gateway has closed meanwhile would lose a request."""
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from failover.reaper import LEASE_S
+
 Value = str | int | float | bool
 Form = tuple[float, float]
 """A value in the short form of a scenario, and in the long one."""
@@ -103,6 +105,7 @@ class Expectations:
     `refused_ratio`, `broken_ratio`: how many requests may be refused, or end with an error after their beginning.
     `settle_s`: all KV is back so long after the load. `recovery_s`: the longest pause of a stream that goes on.
     `attempts_ratio`: attempts per request, at most. `deaths`: engines that may die beyond those that faults kill.
+    `reaped_s`: what a gateway had on engines is released so long after its death.
     """
 
     refused_ratio: float = 0.0
@@ -111,6 +114,7 @@ class Expectations:
     recovery_s: float = 10.0
     attempts_ratio: float = 3.0
     deaths: int = 0
+    reaped_s: float = 10.0 + LEASE_S
 
 
 @dataclass(frozen=True, slots=True)

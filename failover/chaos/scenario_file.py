@@ -59,7 +59,7 @@ def parse(text: str, name: str, kinds: Mapping[str, type[Fault]]) -> Scenario:
         raise ScenarioError(name, f"this is not TOML: {error}") from error
     if "name" in table:
         raise ScenarioError("name", "a scenario is called like its file: leave this out")
-    scenario: Scenario = _read(Scenario, {"name": name, **table}, "")
+    scenario: Scenario = read(Scenario, {"name": name, **table}, "")
     for where in ("about", "proves"):
         if not getattr(scenario, where).strip():
             raise ScenarioError(where, "say it in a sentence")
@@ -73,17 +73,20 @@ def parse(text: str, name: str, kinds: Mapping[str, type[Fault]]) -> Scenario:
 # -- by type --------------------------------------------------------------------------------------------------------
 
 
-def _read(kind: Any, value: Any, path: str) -> Any:
-    """`value` as TOML gives it, as a `kind`: a dataclass, a tuple, a mapping of names, a union, or a scalar."""
+def read(kind: Any, value: Any, path: str) -> Any:
+    """`value` as TOML gives it, as a `kind`: a dataclass, a tuple, a mapping of names, a union, or a scalar.
+
+    ScenarioError names the first field that is not of its type; `path` is that of `value` itself.
+    """
     if is_dataclass(kind):
         return _read_table(kind, value, path)
     if get_origin(kind) in (Union, types.UnionType):
-        return _read(_alternative(get_args(kind), value), value, path)
+        return read(_alternative(get_args(kind), value), value, path)
     if get_origin(kind) is tuple:
         return _read_tuple(get_args(kind), value, path)
     if get_origin(kind) is not None:
         value = _mapping(value, path)
-        return {name: _read(get_args(kind)[1], each, f"{path}.{name}") for name, each in value.items()}
+        return {name: read(get_args(kind)[1], each, f"{path}.{name}") for name, each in value.items()}
     return _scalar(kind, value, path)
 
 
@@ -96,7 +99,7 @@ def _read_table(kind: Any, value: Any, path: str) -> Any:
     for each in fields(kind):
         if each.name not in value and each.default is MISSING and each.default_factory is MISSING:
             raise ScenarioError(prefix + each.name, "is missing")
-    return kind(**{name: _read(hints[name], each, prefix + name) for name, each in value.items()})
+    return kind(**{name: read(hints[name], each, prefix + name) for name, each in value.items()})
 
 
 def _read_tuple(kinds: tuple[Any, ...], value: Any, path: str) -> tuple[Any, ...]:
@@ -104,14 +107,14 @@ def _read_tuple(kinds: tuple[Any, ...], value: Any, path: str) -> tuple[Any, ...
     if kinds[-1] is Ellipsis:
         if not isinstance(value, list):
             raise ScenarioError(path, f"must be a list, not {_shown(value)}")
-        return tuple(_read(kinds[0], each, f"{path}[{index}]") for index, each in enumerate(value))
+        return tuple(read(kinds[0], each, f"{path}[{index}]") for index, each in enumerate(value))
     values = value if isinstance(value, list) else [value, value]
     if len(values) != len(kinds):
         raise ScenarioError(path, f"must be one value or {len(kinds)}, not {_shown(value)}")
-    read = tuple(_read(kind, each, path) for kind, each in zip(kinds, values, strict=True))
-    if list(read) != sorted(read):
+    pair = tuple(read(kind, each, path) for kind, each in zip(kinds, values, strict=True))
+    if list(pair) != sorted(pair):
         raise ScenarioError(path, f"must not fall, as {_shown(value)} does")
-    return read
+    return pair
 
 
 def _alternative(kinds: tuple[Any, ...], value: Any) -> Any:

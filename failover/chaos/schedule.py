@@ -5,7 +5,7 @@ Also the names that a run's processes and links have, and which of them a target
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from random import Random
@@ -20,27 +20,30 @@ _DIGITS = 3
 """Milliseconds are all that a schedule can keep to."""
 
 
-def planned(scenario: Scenario, seed: int, *, long: bool) -> tuple[Planned, ...]:
+def planned(scenario: Scenario, seed: int, *, long: bool, usable: Collection[str] | None = None) -> tuple[Planned, ...]:
     """Every fault of a run in order of time, numbered in it from 0.
 
     Each fault of the scenario draws from its own chance, so that another one beside it changes nothing about it.
+    `usable`: the only names that can be befallen, of which each target must mean one; by default all.
     """
     load_s = scenario.load.duration_s[long]
     every = [
         each
         for index, fault in enumerate(scenario.faults)
-        for each in _planned(fault, scenario.fleet, Random(f"{scenario.name} {seed} {index}"), load_s, long)
+        for each in _planned(fault, scenario.fleet, Random(f"{scenario.name} {seed} {index}"), load_s, long, usable)
     ]
     every.sort(key=lambda each: each.at_s)  # stable: at the same moment in the order of the file
     return tuple(replace(each, number=number) for number, each in enumerate(every))
 
 
-def _planned(fault: FaultPlan, fleet: FleetPlan, chance: Random, load_s: float, long: bool) -> Iterator[Planned]:
-    fitting = matching(fault.target, fleet)
+def _planned(
+    fault: FaultPlan, fleet: FleetPlan, chance: Random, load_s: float, long: bool, usable: Collection[str] | None
+) -> Iterator[Planned]:
+    fitting = [each for each in matching(fault.target, fleet) if usable is None or each in usable]
     for_s = fault.for_s[long] if fault.for_s is not None else None
     for base_s in _times(fault, load_s):
         at_s = round(base_s + chance.uniform(0, fault.jitter_s), _DIGITS)
-        befallen = fitting if fault.target.startswith(_ALL) else (chance.choice(fitting),)
+        befallen = fitting if fault.target.startswith(_ALL) else [chance.choice(fitting)]
         if at_s < load_s:
             for target in befallen:
                 yield Planned(0, fault.fault, target, at_s, for_s, fault.phase, dict(fault.params))

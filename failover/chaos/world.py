@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from failover.chaos.record import Instance, Mark
+
 
 @dataclass(frozen=True, slots=True)
 class LinkRule:
@@ -102,5 +104,43 @@ class World(Protocol):
         """Note for the record that something befell an instance now."""
 
 
+class ClientLinks(Protocol):
+    """Where the clients of a run find its gateways."""
+
+    def client_url(self, gateway: str) -> str:
+        """Where clients find a gateway."""
+
+    def broke(self, gateway: str, from_s: float, to_s: float) -> bool:
+        """Whether the link to a gateway broke all that its clients had open at some moment between."""
+
+
+class RunWorld(World, Protocol):
+    """What a run needs beside. Times are seconds since its load began."""
+
+    @property
+    def links(self) -> ClientLinks: ...
+
+    @property
+    def instances(self) -> tuple[Instance, ...]: ...
+
+    @property
+    def marks(self) -> Sequence[Mark]: ...
+
+    def now_s(self) -> float: ...
+
+    def begin(self) -> None:
+        """The load begins now."""
+
+    def hurry(self) -> None:
+        """The run is stopped: from now on nothing is started, and nobody gets time to end. Twice is once."""
+
+    async def heal(self) -> list[str]:
+        """Nothing stands still, and but for a hurry everything runs, as far as that is possible; what does not."""
+
+
 class Unable(Exception):
     """This cannot be done to this target, or not now; the words say why."""
+
+
+class NotAnyMore(Unable):
+    """The run is being stopped: nothing is started any more."""

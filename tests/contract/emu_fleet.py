@@ -14,6 +14,7 @@ import orjson
 
 from engines.emulator.process import EmulatedServer
 from engines.types import Role
+from tests.machine import Stopwatch
 from tests.warm import WarmServer
 
 _rooms = itertools.count(1000)
@@ -102,10 +103,9 @@ class EmuFleet:
 
 async def until(condition: Callable[[], Awaitable[bool]], within_s: float = 5.0) -> None:
     """Poll until `condition` holds; AssertionError when it does not in time."""
-    loop = asyncio.get_running_loop()
-    end_s = loop.time() + within_s
+    watch = Stopwatch()
     while not await condition():
-        assert loop.time() < end_s, "condition did not come true in time"
+        assert not watch.passed(within_s), "condition did not come true in time"
         await asyncio.sleep(0.01)
 
 

@@ -14,6 +14,7 @@ from engines.types import EngineId
 from routing.ownership import Keys, OwnershipConfig, OwnershipStore, RowState, Run, Tier
 from routing.ownership_redis import RedisOwnership
 from routing.redis_link import Link
+from tests.machine import Stopwatch
 
 P0, P1 = EngineId("http://p0:30000"), EngineId("http://p1:30000")
 _numbers = itertools.count()
@@ -96,7 +97,7 @@ async def replica(
     config: OwnershipConfig | None = None,
     clock: Callable[[], float] | None = None,
     begin: bool = True,
-    timeout_s: float = 0.5,
+    timeout_s: float = 2.0,
 ) -> AsyncIterator[Replica]:
     """A replica that knows all there is, unless its Redis is in trouble; both engines run their first boot."""
     link = Link(url, spawn, lambda _: None, timeout_s=timeout_s)
@@ -120,23 +121,21 @@ async def replica(
 
 async def until(true: Callable[[], Any], within_s: float = 5.0, what: str = "so") -> float:
     """Wait until something is so; how long that took."""
-    loop = asyncio.get_running_loop()
-    began_s = loop.time()
+    watch = Stopwatch()
     while not true():
-        assert loop.time() - began_s < within_s, f"not {what} within {within_s} s"
+        assert not watch.passed(within_s), f"not {what} within {within_s} s"
         await asyncio.sleep(0.002)
-    return loop.time() - began_s
+    return watch.took_s()
 
 
 async def alike(url: str, keys: Keys, *replicas: Replica, within_s: float = 5.0) -> set[tuple[Any, ...]]:
     """Wait until all replicas, and a fresh one, have the same rows."""
-    loop = asyncio.get_running_loop()
-    until_s = loop.time() + within_s
+    watch = Stopwatch()
     while True:
         await until(lambda: all(each.store.status().queued_bytes == 0 for each in replicas), within_s, "written")
         async with replica(url, keys, begin=False) as fresh:
             found = [each.rows() for each in (*replicas, fresh)]
         if all(each == found[0] for each in found):
             return found[0]
-        assert loop.time() < until_s, f"unlike: {[len(each) for each in found]}"
+        assert not watch.passed(within_s), f"unlike: {[len(each) for each in found]}"
         await asyncio.sleep(0.05)

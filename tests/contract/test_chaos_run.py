@@ -18,7 +18,7 @@ import pytest
 
 from engines import tasks
 from engines.emulator.tokens import decode
-from failover.chaos import children, runner
+from failover.chaos import children, eyes, runner
 from failover.chaos.checker import Outcome, check, outcome
 from failover.chaos.children import Program
 from failover.chaos.history import History
@@ -26,6 +26,7 @@ from failover.chaos.record import Record
 from failover.chaos.scenario import FaultPlan, FleetPlan, LoadPlan, Scenario
 from failover.chaos.world import Unable
 from tests import warm
+from tests.machine import time_limit
 
 LOAD = LoadPlan(
     (3.0, 3.0), 20.0, {"stream": 2, "sampled": 2, "several": 1, "generate": 1, "completion": 1, "leaves": 1}
@@ -121,7 +122,7 @@ async def test_a_gateway_of_two_is_killed_and_links_go_silent() -> None:
     fleet = FleetPlan(gateways=2, links=("gateway*>redis",))
     expect = replace(SCENARIO.expect, settle_s=30.0)
     record = await carried_out(replace(SCENARIO, faults=faults, fleet=fleet, expect=expect))
-    assert record.unseen.keys() <= {runner.UNTOLD}
+    assert record.unseen.keys() <= {eyes.UNTOLD}
     check_good(replace(record, unseen={}))
     assert "attempts in the journal" in record.history.left_over
     assert marks(record, "gateway0") == ["started", "killed", "started"]
@@ -153,6 +154,33 @@ async def test_a_run_that_is_stopped_ends_at_once_in_good_order() -> None:
     assert record.faults[0].lifted_s is not None
     assert record.load_s < 10
     assert check(History(record.history.requests), decode) == []
+
+
+@pytest.mark.usefixtures("warm_start")
+async def test_a_run_that_is_stopped_starts_nothing_and_waits_for_nobody() -> None:
+    """A decode is dead, a gateway is told to end while it has long answers, and an engine stands still with a fault."""
+    stop, told = asyncio.Event(), list[str]()
+    faults = (
+        FaultPlan("kill", "decode0", at_s=0.1),
+        FaultPlan("stop", "gateway0", at_s=0.6, params={"grace_s": 60.0}),
+        FaultPlan("leak", "prefill0", at_s=0.1),
+        FaultPlan("freeze", "prefill0", at_s=0.7),
+    )
+    load = replace(LOAD, mix={"stream": 1}, duration_s=(60.0, 60.0), output_tokens=(5_000, 6_000))
+    scenario = replace(SCENARIO, fleet=FleetPlan(1, 2), faults=faults, load=load)
+    running = tasks.spawn(runner.run(scenario, 1, long=False, tell=told.append, stop=stop), "run")
+    await until(lambda: any("freeze prefill0" in line for line in told))
+    stop.set()
+    began_s = asyncio.get_running_loop().time()
+    record = await asyncio.wait_for(running, 30.0)
+    assert asyncio.get_running_loop().time() - began_s < 5.0
+    assert record.stopped
+    assert marks(record, "decode0") == ["started", "killed"]
+    assert marks(record, "prefill0") == ["started", "frozen", "thawed"]
+    assert marks(record, "gateway0") == ["started", "told to end", "killed"]
+    assert [fault.problem for fault in record.faults] == [""] * 4
+    lifted = {each.fault for each in record.planned if record.faults[each.number].lifted_s is not None}
+    assert lifted == {"leak", "freeze"}
 
 
 async def test_a_cancelled_run_leaves_no_process() -> None:
@@ -212,7 +240,7 @@ def lives(pid: int) -> bool:
 
 
 async def until(true: Callable[[], bool], within_s: float = 60.0) -> None:
-    async with asyncio.timeout(within_s):
+    async with time_limit(within_s):
         while True:
             if true():
                 return

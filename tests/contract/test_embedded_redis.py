@@ -22,6 +22,7 @@ from engines.tasks import running, spawn
 from routing import embedded_redis
 from routing.embedded_redis import EmbeddedRedis, EmbeddedRedisError, Found, find_server
 from routing.redis_link import Link
+from tests.machine import time_limit
 from tests.redis_servers import server_binary, version_of, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +40,7 @@ def setting(url: str, name: str) -> str:
 
 
 async def until(true: Callable[[], Any], within_s: float = WITHIN_S) -> None:
-    async with asyncio.timeout(within_s):
+    async with time_limit(within_s):
         while not true():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 

@@ -31,6 +31,7 @@ from gateway.kv_feed import KvFeed
 from routing.ownership import Tier
 from routing.prefix import Namespace, id_blocks, root_hash
 from tests.contract.emu_fleet import EmuFleet, emu_fleet
+from tests.machine import Stopwatch
 from tests.warm import WarmServer
 
 BLOCK = 16
@@ -47,10 +48,9 @@ def chain(text: str, salt: str | None = None) -> tuple[bytes, ...]:
 
 
 async def until(condition: Callable[[], bool], within_s: float = 10.0) -> None:
-    loop = asyncio.get_running_loop()
-    end_s = loop.time() + within_s
+    watch = Stopwatch()
     while not condition():
-        assert loop.time() < end_s, "condition did not come true in time"
+        assert not watch.passed(within_s), "condition did not come true in time"
         await asyncio.sleep(0.005)
 
 

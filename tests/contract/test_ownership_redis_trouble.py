@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import time
 from collections.abc import AsyncIterator, Callable
@@ -16,6 +17,8 @@ from routing.ownership import StoreState, Tier
 from tests.contract.ownership_replicas import P0, P1, Replica, a_fleet, alike, chain, replica, until
 from tests.redis_servers import RedisCluster, RedisServer, SlowProxy, frozen, single
 
+quick = functools.partial(replica, timeout_s=0.5)
+"""A replica that soon takes Redis for slow."""
 TROUBLE_S = 1.2
 SYNC_S = 0.005
 """CPU of one call of any method that a request makes."""
@@ -149,14 +152,14 @@ async def test_nobody_waits_and_all_converge(fault: Callable[..., Any]) -> None:
         if fault is locked_out:
             let_in(server)
             url = f"redis://gate:secret@127.0.0.1:{server.port}"
-        async with replica(url, keys) as one, replica(url, keys) as other:
+        async with quick(url, keys) as one, quick(url, keys) as other:
             await judge(url, (one, other), fault(server))
 
 
 async def test_slow_replies() -> None:
     keys = a_fleet()
     with single() as server:
-        async with SlowProxy(server) as proxy, replica(proxy.url, keys) as one, replica(proxy.url, keys) as other:
+        async with SlowProxy(server) as proxy, quick(proxy.url, keys) as one, quick(proxy.url, keys) as other:
 
             @contextlib.asynccontextmanager
             async def slow() -> AsyncIterator[None]:
@@ -170,7 +173,7 @@ async def test_slow_replies() -> None:
 async def test_one_node_of_a_cluster_is_gone_for_a_while() -> None:
     keys = a_fleet()
     with RedisCluster() as cluster:
-        async with replica(cluster.url, keys) as one, replica(cluster.url, keys) as other:
+        async with quick(cluster.url, keys) as one, quick(cluster.url, keys) as other:
             node = next(each for each in cluster.nodes if each.ask("DBSIZE"))
             await judge(cluster.url, (one, other), frozen(node))
 
@@ -179,7 +182,7 @@ async def test_what_is_queued_is_bounded_and_written_again() -> None:
     """Cut off for so long that operations have to be given up: rows are written from the mirror, evictions are kept."""
     keys = a_fleet()
     with single() as server:
-        async with replica(server.url, keys) as one, replica(server.url, keys) as other:
+        async with quick(server.url, keys) as one, quick(server.url, keys) as other:
             one.hold(0)
             await until(lambda: other.owned(0) == 4)
             async with frozen(server):
@@ -201,7 +204,7 @@ async def test_starting_while_redis_is_gone() -> None:
     keys = a_fleet()
     with single() as server:
         server.kill()
-        async with replica(server.url, keys) as one, replica(server.url, keys) as other:
+        async with quick(server.url, keys) as one, quick(server.url, keys) as other:
             assert not await one.store.wait_current(0.1)
             one.hold(1)
             other.hold(2)

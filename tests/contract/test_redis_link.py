@@ -19,6 +19,7 @@ import uvloop
 
 from engines.tasks import running, spawn
 from routing.redis_link import Link, LinkState, RedisTrouble, Script, ScriptCall, Trouble, load_script
+from tests.machine import Stopwatch, time_limit
 from tests.redis_servers import (
     RedisCluster,
     RedisServer,
@@ -32,6 +33,8 @@ from tests.redis_servers import (
 )
 
 TIMEOUT_S = 0.4
+"""Of links in tests of slow servers. Others are patient: a busy machine may be slow for a moment, too."""
+PATIENT_S = 2.0
 AT_ONCE_S = 0.1
 """Without a look at the network; far below the timeout, and enough for a busy machine."""
 BACK_S = 5.0
@@ -73,7 +76,7 @@ async def linked(
     url: str, seen: Callable[[LinkState], None] = lambda state: None, **options: Any
 ) -> AsyncIterator[Link]:
     """A started link."""
-    link = Link(url, spawn, seen, **{"timeout_s": TIMEOUT_S, "backoff_s": (0.05, 0.3), **options})
+    link = Link(url, spawn, seen, **{"timeout_s": PATIENT_S, "backoff_s": (0.05, 0.3), **options})
     await link.start()
     try:
         yield link
@@ -89,7 +92,7 @@ def no_task_is_left() -> Iterator[None]:
 
 async def until(true: Callable[[], Any], within_s: float = BACK_S) -> None:
     """Poll; `true` may be a coroutine function."""
-    async with asyncio.timeout(within_s):
+    async with time_limit(within_s):
         while True:
             reached = true()
             if await reached if inspect.isawaitable(reached) else reached:
@@ -104,16 +107,16 @@ async def fails(call: Any) -> RedisTrouble:
 
 
 async def fails_at_once(link: Link, kind: Trouble) -> None:
-    loop = asyncio.get_running_loop()
+    asyncio.get_running_loop()
     for call in (
         lambda: link.run(set_to(b"k", 1)),
         lambda: link.read({b"s": b"0"}, 5.0),
         lambda: link.command("GET", "k"),
     ):
-        since_s = loop.time()
+        watch = Stopwatch()
         error = await fails(call())
         assert (error.kind, error.maybe_done) == (kind, False)
-        assert loop.time() - since_s < AT_ONCE_S
+        assert watch.took_s() < AT_ONCE_S
     (reply,) = await link.run_all([set_to(b"k", 1)])
     assert isinstance(reply, RedisTrouble)
 
@@ -202,21 +205,21 @@ async def test_scripts_reads_and_commands(way: Way) -> None:
 
 async def test_a_read_waits_for_the_first_entry_and_nobody_waits_for_it(way: Way) -> None:
     loop = asyncio.get_running_loop()
-    timeout_s = 1.5 if way.url.startswith("rediss") else TIMEOUT_S  # so many handshakes at once take their time
-    async with linked(way.url, timeout_s=timeout_s) as link:
+    async with linked(way.url) as link:
         streams = [key(f"waited{at}") for at in range(8)]
         # Longer than the timeout: waiting in the server is no slowness.
         reads = [asyncio.ensure_future(link.read({stream: b"$"}, 5.0)) for stream in streams]
-        short_s = loop.time()
+        watch, short_s = Stopwatch(), loop.time()
         assert await link.read({key("nothing"): b"$"}, 0.05) == {}
-        assert 0.04 < loop.time() - short_s < 1.0
-        await asyncio.sleep(timeout_s)
-        since_s = loop.time()
+        assert loop.time() - short_s > 0.04
+        assert watch.took_s() < 1.0
+        await asyncio.sleep(PATIENT_S + 0.1)
+        watch = Stopwatch()
         assert await link.run_all([set_to(key(f"k{at}"), 1) for at in range(20)]) == [b"1"] * 20
         for stream in streams:
             await link.command("XADD", stream, "1-1", "f", "v")
         got = await asyncio.gather(*reads)
-        assert loop.time() - since_s < 1.0
+        assert watch.took_s() < 1.0
         assert got == [{stream: [(b"1-1", {b"f": b"v"})]} for stream in streams]
         for stream in streams:
             await link.command("DEL", stream)
@@ -253,7 +256,7 @@ async def test_nothing_is_left_after_stop(way: Way) -> None:
 def test_the_same_under_uvloop(single: RedisServer) -> None:
     async def work() -> None:
         seen = Seen()
-        async with linked(single.url, seen) as link:
+        async with linked(single.url, seen, timeout_s=TIMEOUT_S) as link:
             assert await link.run(set_to(b"k", 1)) == b"1"
             single.freeze()
             assert (await fails(link.run(set_to(b"k", 2)))).kind is Trouble.SLOW
@@ -307,8 +310,7 @@ async def test_killed_and_back(single: RedisServer) -> None:
         assert seen.troubles == [None, Trouble.DOWN]
         since_s = loop.time()
         single.start()
-        await until(lambda: link.state.trouble is None)
-        assert loop.time() - since_s < 2.5
+        await until(lambda: link.state.trouble is None, 2.5)
         assert await link.run_all([set_to(b"k", 2), ScriptCall(APPEND, [b"k"], ["x"])]) == [b"2", 2]
     assert seen.troubles == [None, Trouble.DOWN, None]
     times = [state.since_s for state in seen.states]
@@ -329,12 +331,13 @@ async def test_a_restart_between_two_calls_is_not_noticed(single: RedisServer) -
 async def test_frozen_and_back(single: RedisServer) -> None:
     seen = Seen()
     loop = asyncio.get_running_loop()
-    async with linked(single.url, seen) as link:
+    async with linked(single.url, seen, timeout_s=TIMEOUT_S) as link:
         await link.run(set_to(b"k", 1))
         async with frozen(single):
-            since_s = loop.time()
+            watch, since_s = Stopwatch(), loop.time()
             errors = await asyncio.gather(*(fails(link.run(set_to(b"k", at))) for at in range(12)))
-            assert TIMEOUT_S * 0.9 < loop.time() - since_s < TIMEOUT_S + 0.3
+            assert loop.time() - since_s > TIMEOUT_S * 0.9
+            assert watch.took_s() < TIMEOUT_S + 0.3
             assert {error.kind for error in errors} == {Trouble.SLOW}
             assert any(error.maybe_done for error in errors)
             await fails_at_once(link, Trouble.SLOW)
@@ -349,7 +352,7 @@ async def test_frozen_and_back(single: RedisServer) -> None:
 @pytest.mark.parametrize("unix", [False, True], ids=["tcp", "unix"])
 async def test_replies_that_come_late_are_slow_until_they_come_in_time(single: RedisServer, unix: bool) -> None:
     seen = Seen()
-    async with SlowProxy(single, unix=unix) as proxy, linked(proxy.url, seen) as link:
+    async with SlowProxy(single, unix=unix) as proxy, linked(proxy.url, seen, timeout_s=TIMEOUT_S) as link:
         await link.run(set_to(b"k", 1))
         proxy.delay_s = 2.0
         assert (await fails(link.run(set_to(b"k", 2)))).kind is Trouble.SLOW
@@ -377,12 +380,12 @@ async def test_a_cancelled_call_leaves_no_reply_to_the_next(single: RedisServer)
 
 async def test_a_start_without_redis_is_quick_and_finds_it_later() -> None:
     seen = Seen()
-    loop = asyncio.get_running_loop()
+    asyncio.get_running_loop()
     server = RedisServer()
     try:
-        since_s = loop.time()
+        watch = Stopwatch()
         async with linked(server.url, seen) as link:
-            assert loop.time() - since_s < AT_ONCE_S
+            assert watch.took_s() < AT_ONCE_S
             await fails_at_once(link, Trouble.DOWN)
             server.start()
             await until(lambda: link.state.trouble is None)
@@ -393,12 +396,12 @@ async def test_a_start_without_redis_is_quick_and_finds_it_later() -> None:
 
 
 async def test_a_start_does_not_wait_for_silence(single: RedisServer) -> None:
-    loop = asyncio.get_running_loop()
+    asyncio.get_running_loop()
     async with SlowProxy(single) as proxy:
         proxy.silent = True
-        since_s = loop.time()
-        async with linked(proxy.url) as link:
-            assert loop.time() - since_s < TIMEOUT_S + 0.3
+        watch = Stopwatch()
+        async with linked(proxy.url, timeout_s=TIMEOUT_S) as link:
+            assert watch.took_s() < TIMEOUT_S + 0.3
             assert link.state.trouble is not None
             proxy.silent = False
             await until(lambda: link.state.trouble is None)
@@ -436,16 +439,21 @@ async def test_many_links_come_back_without_a_storm(single: RedisServer) -> None
         await proxy.cut()
         loop = asyncio.get_running_loop()
         down_s = loop.time()
+        looked_s: list[float] = []
         tries_at: list[int] = []
         while loop.time() < down_s + 2.5:
             replies = await asyncio.gather(*(link.run_all([set_to(b"k", 1)] * 10) for link in links))
             assert all(isinstance(reply, RedisTrouble) for each in replies for reply in each)
             await asyncio.sleep(0.05)
+            looked_s.append(loop.time())
             tries_at.append(proxy.accepted - before)
         # Pauses of 0.05, 0.1, 0.2, 0.4, then 0.5 s, half of each chance: at most 13 tries in 2.5 s, not one per call.
         assert 3 * len(links) <= tries_at[-1] <= 14 * len(links)
-        together = (later - now for now, later in itertools.pairwise(tries_at[len(tries_at) // 2 :]))
-        assert max(together, default=0) <= len(links) * 0.75
+        # What is due while the machine runs others comes together afterwards: such moments say nothing of the pauses.
+        late = [later - now > 0.15 for now, later in itertools.pairwise(looked_s)]
+        together = [later - now for now, later in itertools.pairwise(tries_at)]
+        on_time = [tries for at, tries in enumerate(together) if at > len(late) // 2 and not any(late[at - 1 : at + 1])]
+        assert max(on_time, default=0) <= len(links) * 0.75
         proxy.refusing = False
         up = proxy.accepted
         await until(lambda: all(link.state.trouble is None for link in links))
@@ -693,7 +701,7 @@ async def test_a_cluster_refuses_keys_of_two_slots(cluster: RedisCluster) -> Non
 
 
 async def test_a_frozen_node_of_a_cluster_does_not_slow_the_others(cluster: RedisCluster) -> None:
-    async with linked(cluster.url) as link:
+    async with linked(cluster.url, timeout_s=TIMEOUT_S) as link:
         names = [slot_key(cluster, node) for node in cluster.masters]
         calls = [set_to(name, 1) for name in names]
         assert await link.run_all(calls) == [b"1"] * 3
@@ -702,10 +710,9 @@ async def test_a_frozen_node_of_a_cluster_does_not_slow_the_others(cluster: Redi
             assert (first, second) == (b"1", b"1")
             assert third.kind is Trouble.SLOW
             assert link.state.trouble is Trouble.SLOW
-            loop = asyncio.get_running_loop()
-            since_s = loop.time()
+            watch = Stopwatch()
             assert (await link.run_all(calls))[:2] == [b"1", b"1"]
-            assert loop.time() - since_s < AT_ONCE_S
+            assert watch.took_s() < AT_ONCE_S
         await until(lambda: link.state.trouble is None, 10.0)
         cluster.wait_ok()
         assert await link.run_all(calls) == [b"1"] * 3

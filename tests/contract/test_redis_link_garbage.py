@@ -10,6 +10,7 @@ import pytest
 
 from engines.tasks import spawn
 from routing.redis_link import Link, RedisTrouble, Script, ScriptCall, Trouble
+from tests.machine import time_limit
 
 Answer = Callable[[bytes], bytes]
 """What is answered to a command's first word."""
@@ -56,7 +57,7 @@ async def linked(answer: Answer) -> AsyncIterator[tuple[Peer, Link]]:
 
 
 async def well(link: Link) -> None:
-    async with asyncio.timeout(5):
+    async with time_limit(5.0):
         while link.state.trouble is not None:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert await link.command("GET", "k") == b"OK"

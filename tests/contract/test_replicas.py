@@ -37,6 +37,7 @@ from gateway.replicas import REPLICA_PATH, Replicas, _FailoverLink
 from routing.ownership import Keys
 from routing.redis_link import Link
 from tests.fakes import FACTS, decider, now_s, up
+from tests.machine import Stopwatch
 from tests.redis_servers import RedisCluster, RedisServer
 
 P0, D0 = EngineId("http://p0"), EngineId("http://d0")
@@ -98,7 +99,7 @@ class Replica:
 
     def __init__(self, url: str, fleet: str) -> None:
         number = next(_serial)
-        self.link = Link(url, spawn, lambda state: None, timeout_s=0.5, rng=Random(number))
+        self.link = Link(url, spawn, lambda state: None, timeout_s=1.0, rng=Random(number))
         self.fleet = up(*NAMES)
         self.decider = decider(self.fleet)
         self.bookings = self.decider.bookings
@@ -174,10 +175,10 @@ class Replica:
 
 
 async def until(true: Callable[[], object], within_s: float = 2.0) -> float:
-    """How long it took; fails after `within_s`."""
-    began_s = time.monotonic()
+    """How long it took by the clock; fails after `within_s`, by a stopwatch."""
+    watch, began_s = Stopwatch(), time.monotonic()
     while not true():
-        assert time.monotonic() - began_s < within_s, f"not so within {within_s} s"
+        assert not watch.passed(within_s), f"not so within {within_s} s"
         await asyncio.sleep(0.001)
     return time.monotonic() - began_s
 
@@ -224,11 +225,13 @@ async def test_others_see_a_booking_within_100_ms(server: RedisServer, fleet: st
         delays_s = []
         for number in range(40):
             booking = a.book(f"r{number}", tokens=100 + number)
-            delays_s.append(await until(lambda: b.promised()[0]))
+            watch = Stopwatch()
+            delays_s.append(watch.of(await until(lambda: b.promised()[0])))
             assert b.promised() == a.promised() == (100 + number, 1, 100 + number, 150 + number, 1)
             assert b.bookings.live() == 0
             a.bookings.release(booking, now_s())
-            delays_s.append(await until(lambda: not any(b.promised())))
+            watch = Stopwatch()
+            delays_s.append(watch.of(await until(lambda: not any(b.promised()))))
         delays_s.sort()
         print(f"bookings seen after: p50 {delays_s[40] * 1e3:.1f} ms, p99 {delays_s[78] * 1e3:.1f} ms")
         assert delays_s[78] <= 0.1
@@ -256,7 +259,7 @@ async def test_bookings_of_a_killed_gateway_count_for_a_second(server: RedisServ
         await asyncio.sleep(1.2)
         assert b.promised() == (100, 1, 100, 150, 1), "said again and again"
         await a.kill()
-        assert 0.7 <= await until(lambda: not any(b.promised())) <= 1.2
+        assert await until(lambda: not any(b.promised()), 1.2) >= 0.7
         assert b.replicas.status().booked_elsewhere == 0
 
 
@@ -266,7 +269,7 @@ async def test_a_gateway_that_stops_takes_its_bookings_along(server: RedisServer
         a.book()
         await until(lambda: b.promised()[1])
         await a.replicas.stop()
-        assert await until(lambda: not any(b.promised())) < 0.2
+        await until(lambda: not any(b.promised()), 0.2)
 
 
 async def test_a_newcomer_learns_what_is_booked(server: RedisServer, fleet: str) -> None:
@@ -274,7 +277,7 @@ async def test_a_newcomer_learns_what_is_booked(server: RedisServer, fleet: str)
         a.book()
         await asyncio.sleep(0.1)
         async with gateways(server.url, fleet, 1) as (b,):
-            assert await until(lambda: b.promised()[1]) < 0.5
+            await until(lambda: b.promised()[1], 0.5)
 
 
 async def test_bookings_come_back_after_a_flush(server: RedisServer, fleet: str) -> None:
@@ -404,7 +407,7 @@ async def test_leases_have_one_holder_and_spread_and_come_back(server: RedisServ
         assert fair(a, c)
 
         await c.replicas.stop()
-        assert await until(lambda: shared_out(a)) < 0.5
+        await until(lambda: shared_out(a), 0.5)
 
 
 async def test_without_redis_everybody_acts_and_one_remains_when_it_is_back(server: RedisServer, fleet: str) -> None:
@@ -461,11 +464,10 @@ async def test_a_suspicion_reaches_the_others_at_once(server: RedisServer, fleet
         await known_to_each_other(a, b)
         b.prober.takes_s = 0.2
         a.leg_broke()
-        took_s = await until(lambda: b.health() is Health.SUSPECTED)
+        took_s = await until(lambda: b.health() is Health.SUSPECTED, 0.1)
         print(f"suspicion heard after {took_s * 1e3:.1f} ms")
-        assert took_s < 0.1
         assert "connection lost" in b.fleet.view(P0).reason
-        assert await until(lambda: b.health() is Health.READY) < 0.5
+        await until(lambda: b.health() is Health.READY, 0.5)
         assert b.prober.looks == {P0: 1}
         assert (b.replicas.status().suspicions_sent, a.replicas.status().suspicions_heard) == (0, 0), "not sent on"
         assert b.fleet.view(D0).health is Health.READY
@@ -508,9 +510,8 @@ async def test_a_refused_request_is_refused_everywhere_and_after_a_restart_and_a
     async with gateways(server.url, fleet) as (a, b):
         await known_to_each_other(a, b)
         a.poison.refuse(b"deadly", now_s())
-        took_s = await until(lambda: b.poison.is_refused(b"deadly", now_s()))
+        took_s = await until(lambda: b.poison.is_refused(b"deadly", now_s()), 0.2)
         print(f"refused elsewhere after {took_s * 1e3:.1f} ms")
-        assert took_s < 0.2
         for each in (a, b):
             await each.replicas.stop()
         async with gateways(server.url, fleet, 1) as (c,):

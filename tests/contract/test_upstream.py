@@ -24,6 +24,7 @@ from engines.errors import UpstreamError
 from engines.types import FailureKind
 from engines.upstream import Exchange, Upstream
 from tests.contract.upstream_server import CHUNKED, OK, Connection, Request, chunk, serving, sockets_to
+from tests.machine import time_limit
 
 Make = Callable[..., Upstream]
 IMPLEMENTATIONS = [pytest.param(Upstream, id="aiohttp")]
@@ -52,13 +53,13 @@ async def upstream(make: Make) -> AsyncIterator[Upstream]:
 
 
 async def soon(work: Awaitable[object]) -> object:
-    async with asyncio.timeout(SOON_S):
+    async with time_limit(SOON_S):
         return await work
 
 
 async def failure(exchange: Exchange) -> UpstreamError:
     """The error that the body ends with."""
-    async with asyncio.timeout(SOON_S):
+    async with time_limit(SOON_S):
         with pytest.raises(UpstreamError) as caught:
             async for _ in exchange.chunks():
                 pass
@@ -67,7 +68,7 @@ async def failure(exchange: Exchange) -> UpstreamError:
 
 
 async def until_closed(port: int) -> None:
-    async with asyncio.timeout(SOON_S):
+    async with time_limit(SOON_S):
         while any(True for _ in sockets_to(port)):  # noqa: ASYNC110, the kernel has no event for it
             await asyncio.sleep(0.001)
 
@@ -221,7 +222,7 @@ async def test_each_chunk_comes_when_it_is_sent(upstream: Upstream) -> None:
         await connection.send(b"0\r\n\r\n")
 
     got: list[bytes] = []
-    async with serving(script) as server, asyncio.timeout(SOON_S):
+    async with serving(script) as server, time_limit(SOON_S):
         exchange = await upstream.open("POST", server.url, body=b"{}")
         async for data in exchange.chunks():
             got.append(data)
@@ -239,7 +240,7 @@ async def test_head_comes_before_any_body(upstream: Upstream) -> None:
         await go.wait()
         await connection.send(chunk(b"late") + b"0\r\n\r\n")
 
-    async with serving(script) as server, asyncio.timeout(SOON_S):
+    async with serving(script) as server, time_limit(SOON_S):
         exchange = await upstream.open("POST", server.url, body=b"{}")
         go.set()
         assert await exchange.read(100) == b"late"
@@ -272,7 +273,7 @@ async def test_slow_reader_holds_the_server_back(upstream: Upstream) -> None:
             await connection.send(chunk(bytes(1 << 20)))
             sent_bytes += 1 << 20
 
-    async with serving(script) as server, asyncio.timeout(SOON_S):
+    async with serving(script) as server, time_limit(SOON_S):
         exchange = await upstream.open("GET", server.url)
         before = -1
         while sent_bytes > before:
@@ -313,7 +314,7 @@ async def test_connect_timeout_is_definite(make: Make) -> None:
             waiting = stack.enter_context(socket.socket())
             waiting.setblocking(False)
             waiting.connect_ex(full.getsockname())
-        async with asyncio.timeout(SOON_S):
+        async with time_limit(SOON_S):
             with pytest.raises(UpstreamError) as caught:
                 await client.open("GET", f"http://127.0.0.1:{full.getsockname()[1]}")
     await client.close()
@@ -357,7 +358,7 @@ async def bad_length(connection: Connection) -> None:
     ],
 )
 async def test_no_head(upstream: Upstream, script: Callable, kind: FailureKind) -> None:
-    async with serving(script) as server, asyncio.timeout(SOON_S):
+    async with serving(script) as server, time_limit(SOON_S):
         with pytest.raises(UpstreamError) as caught:
             await upstream.open("POST", server.url, body=b"{}")
         assert (caught.value.kind, caught.value.definite) == (kind, False)
@@ -400,7 +401,7 @@ async def test_cut_body_is_a_reset(upstream: Upstream, answer: Callable, how: st
         if how == "rst":
             connection.reset()
 
-    async with serving(script) as server, asyncio.timeout(SOON_S):
+    async with serving(script) as server, time_limit(SOON_S):
         exchange = await upstream.open("POST", server.url, body=b"{}")
         opened.set()
         error = await failure(exchange)
@@ -420,7 +421,7 @@ async def test_broken_framing_within_the_body(upstream: Upstream, reading: bool)
         await connection.gone()
         broken.set()
 
-    async with serving(script) as server, asyncio.timeout(SOON_S):
+    async with serving(script) as server, time_limit(SOON_S):
         exchange = await upstream.open("POST", server.url, body=b"{}")
         if reading:
             failing = tasks.spawn(failure(exchange), "reader")
@@ -440,7 +441,7 @@ async def test_close_ends_a_waiting_reader(upstream: Upstream) -> None:
         await connection.send(CHUNKED)
         await connection.gone()
 
-    async with serving(script) as server, asyncio.timeout(SOON_S):
+    async with serving(script) as server, time_limit(SOON_S):
         exchange = await upstream.open("GET", server.url)
         failing = tasks.spawn(failure(exchange), "reader")
         await asyncio.sleep(0.01)
@@ -621,7 +622,7 @@ async def test_close_after_reuse_does_no_harm(upstream: Upstream) -> None:
         await go.wait()
         await connection.send(chunk(b"mine") + b"0\r\n\r\n")
 
-    async with serving(script) as server, asyncio.timeout(SOON_S):
+    async with serving(script) as server, time_limit(SOON_S):
         first = await upstream.open("POST", server.url, body=b"{}")
         await first.read(10)
         second = await upstream.open("POST", server.url, body=b"{}")

@@ -22,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from engines.emulator.process import EmulatedServer, free_ports
 from engines.types import Role
 from failover.pair_health import PairState
+from tests.machine import Stopwatch, time_limit
 from tests.scenarios.history import judge
 from tests.scenarios.recorder import Recorder
 from tests.warm import WarmProcess, WarmServer, start
@@ -50,10 +51,9 @@ def running() -> tuple[Cluster, ...]:
 
 async def eventually(missing: Callable[[], Awaitable[str]], within_s: float) -> None:
     """Ask `missing` until it says that nothing is; AssertionError with its last words after `within_s`."""
-    loop = asyncio.get_running_loop()
-    until_s = loop.time() + within_s
+    watch = Stopwatch()
     while what := await missing():
-        assert loop.time() < until_s, f"after {within_s:g} s: {what}"
+        assert not watch.passed(within_s), f"after {within_s:g} s: {what}"
         await asyncio.sleep(_POLL_S)
 
 
@@ -107,7 +107,8 @@ class GatewayProcess:
     async def wait(self, within_s: float) -> int:
         """Its exit status."""
         assert self._process is not None
-        return await asyncio.wait_for(self._process.wait(), within_s)
+        async with time_limit(within_s):
+            return await self._process.wait()
 
     async def stop(self) -> None:
         """SIGTERM, and SIGKILL if that takes too long."""
@@ -166,7 +167,8 @@ class Cluster:
         decodes = (("--decode", self.name(server)) for server in self.decodes)
         named = [word for words in (*prefills, *decodes) for word in words]
         quiet = ("--canary-interval-secs", "0")  # no requests but a test's own, while nothing is wrong
-        return (*named, "--profile", "tiny", "--seed", "7", "--probe-interval-secs", "0.4", *quiet, *further)
+        patient = ("--first-token-floor-secs", "30", "--stall-floor-secs", "30")  # requests are held, and machines late
+        return (*named, "--profile", "tiny", "--seed", "7", "--probe-interval-secs", "0.4", *quiet, *patient, *further)
 
     # ---- life ----------------------------------------------------------------------------------------------------
 
@@ -262,7 +264,7 @@ class Cluster:
         """The pairs that a gateway has yet to send a canary on: the next test's hold would catch that."""
         for gateway in self.gateways:
             if gateway.returncode is None:
-                samples = await self.metrics(gateway)
+                samples = await self.metrics(gateway, ("pdgate_pairs",))
                 states = {each.labels["state"]: count for each, count in samples if each.name == "pdgate_pairs"}
                 if sum(count for state, count in states.items() if state != PairState.OK):
                     return f"{gateway.url} counts pairs {states}"
@@ -335,13 +337,16 @@ class Cluster:
 
     async def metric(self, name: str, **labels: str) -> float:
         """The value of one sample of /metrics."""
-        found = [value for sample, value in await self.metrics() if _fits(sample, name, labels)]
+        found = [value for sample, value in await self.metrics(names=(name,)) if _fits(sample, name, labels)]
         assert len(found) == 1, f"{len(found)} samples of {name}{labels}"
         return found[0]
 
-    async def metrics(self, gateway: GatewayProcess | None = None) -> list[tuple[Any, float]]:
+    async def metrics(
+        self, gateway: GatewayProcess | None = None, names: tuple[str, ...] = ("pdgate_",)
+    ) -> list[tuple[Any, float]]:
+        """The samples of /metrics whose names begin with one of `names`: reading all of them takes a while."""
         async with self.http.get((gateway or self.gateway).url + "/metrics") as reply:
-            text = await reply.text()
+            text = "".join(line for line in (await reply.text()).splitlines(keepends=True) if line.startswith(names))
         return [(sample, sample.value) for family in text_string_to_metric_families(text) for sample in family.samples]
 
     # ---- what the servers say ------------------------------------------------------------------------------------
@@ -428,10 +433,10 @@ class Cluster:
 
     async def _believed(self, servers: Sequence[EmulatedServer]) -> str:
         names = {self.name(server) for server in servers}
-        for sample, value in await self.metrics():
-            whole = sample.name in ("pdgate_live_bookings", "pdgate_releases_pending", "pdgate_queue_requests")
-            of_server = sample.name.startswith(("pdgate_kv_unaccounted", "pdgate_booked"))
-            if (whole or (of_server and sample.labels["engine"] in names)) and value != 0:
+        of_server = ("pdgate_kv_unaccounted", "pdgate_booked")
+        whole = ("pdgate_live_bookings", "pdgate_releases_pending", "pdgate_queue_requests")
+        for sample, value in await self.metrics(names=(*of_server, *whole)):
+            if value != 0 and (sample.name in whole or sample.labels["engine"] in names):
                 return f"{sample.name}{sample.labels} is {value}"
         return ""
 

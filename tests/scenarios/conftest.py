@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import AsyncIterator, Generator
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
+from tests.redis_servers import RedisServer
 from tests.scenarios import cluster
 from tests.scenarios.cluster import Cluster
+from tests.scenarios.two_gateways import Replicated
 
 
 @pytest.hookimpl(wrapper=True)
@@ -58,3 +61,20 @@ async def watched(shared_watched: Cluster) -> AsyncIterator[Cluster]:
     """One pair with a recorder before each server."""
     yield shared_watched
     await shared_watched.heal()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def shared_two_gateways() -> AsyncIterator[Replicated]:
+    with RedisServer() as redis:
+        async with Replicated(redis) as started:
+            yield started
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def replicated(shared_two_gateways: Replicated) -> AsyncIterator[Replicated]:
+    """Two gateways that know each other, as new."""
+    await shared_two_gateways.all_live()
+    yield shared_two_gateways
+    shared_two_gateways.lift()
+    shared_two_gateways.a.send_signal(signal.SIGCONT)
+    await shared_two_gateways.heal()

@@ -9,6 +9,7 @@ from typing import Any
 from engines.emulator.process import EmulatedServer
 from engines.tasks import spawn
 from engines.types import Leg, Role
+from tests.machine import time_limit
 from tests.scenarios.client import CHAT, Answer, ask, chat, expected_text, new_prompt
 from tests.scenarios.cluster import Cluster, Hold, eventually
 
@@ -53,7 +54,8 @@ class Asked:
 
     async def finish(self) -> Answer:
         """Its answer; it is a failure if that takes too long."""
-        return await asyncio.wait_for(self.task, _ANSWER_S)
+        async with time_limit(_ANSWER_S):
+            return await self.task
 
     async def streaming(self) -> None:
         """Wait until the client has text in its hands."""
@@ -113,6 +115,6 @@ async def noticed(cluster: Cluster, server: EmulatedServer, within_s: float = 5.
 
 
 async def _not_handed_over(cluster: Cluster, count: int) -> str:
-    booked = [value for sample, value in await cluster.metrics() if sample.name == "pdgate_booked_uncached_tokens"]
+    booked = [value for _, value in await cluster.metrics(names=("pdgate_booked_uncached_tokens",))]
     live = await cluster.metric("pdgate_live_bookings")
     return "" if live == count and not any(booked) else f"{live:g} live, {booked} booked on prefills"

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.machine import time_limit
 from tests.scenarios.cluster import ROOT, Cluster
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -20,7 +21,8 @@ async def run(*arguments: str, within_s: float = 60.0) -> tuple[int, str, str]:
         sys.executable, *arguments, cwd=ROOT, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
     try:
-        out, err = await asyncio.wait_for(process.communicate(), within_s)
+        async with time_limit(within_s):
+            out, err = await process.communicate()
     finally:
         if process.returncode is None:
             process.kill()

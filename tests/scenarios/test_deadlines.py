@@ -11,13 +11,14 @@ import pytest_asyncio
 
 from engines.emulator.process import EmulatedServer
 from engines.types import Leg
+from tests.machine import Stopwatch
 from tests.scenarios.client import Answer
 from tests.scenarios.cluster import Cluster
 from tests.scenarios.phases import Asked, pair_of
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.alone]
 
-FLOOR_S = 0.8
+FLOOR_S = 1.2
 """Of both limits; far above a pause that the machine itself makes."""
 FOUND_S = FLOOR_S + 1.0
 PROBE_S = 2.0
@@ -64,14 +65,10 @@ async def passed(cluster: Cluster, stage: str) -> float:
     """How often a deadline of this stage has passed."""
     found = [
         value
-        for sample, value in await cluster.metrics()
+        for sample, value in await cluster.metrics(names=("pdgate_deadlines_passed",))
         if sample.name == "pdgate_deadlines_passed_total" and sample.labels["stage"] == stage
     ]
     return sum(found)
-
-
-def now_s() -> float:
-    return asyncio.get_running_loop().time()
 
 
 async def test_a_frozen_decode_is_found_by_all_of_its_streams_and_the_others_go_on(slow: Cluster) -> None:
@@ -80,7 +77,7 @@ async def test_a_frozen_decode_is_found_by_all_of_its_streams_and_the_others_go_
     frozen = decode_of(slow, asked[0].answer)
     on_it = [each for each in asked if decode_of(slow, each.answer) is frozen]
     assert len(on_it) < len(asked)
-    begun_s = now_s()
+    begun = Stopwatch()
     frozen.send_signal(signal.SIGSTOP)
     for each in on_it:
         answer = await each.finish()
@@ -90,7 +87,7 @@ async def test_a_frozen_decode_is_found_by_all_of_its_streams_and_the_others_go_
             assert frozen.url in answer.errors[0]["message"]
         else:
             answer.check_whole(each.truth)
-    assert now_s() - begun_s < FOUND_S
+    assert begun.took_s() < FOUND_S
     for each in asked:
         if each not in on_it:
             (await each.finish()).check_whole(each.truth, attempts=1)
@@ -115,14 +112,14 @@ async def test_a_server_that_pauses_for_less_costs_nothing(slow: Cluster, leg: L
 async def test_a_pair_that_is_dead_but_connected_is_found_before_its_first_token(slow: Cluster, leg: Leg) -> None:
     frozen = (slow.prefills if leg is Leg.PREFILL else slow.decodes)[0]
     frozen.send_signal(signal.SIGSTOP)
-    begun_s = now_s()
+    begun = Stopwatch()
     asked = [Asked(slow, stream=number % 2 == 0) for number in range(6)]
     attempts = []
     for each in asked:
         answer = await each.finish()
         answer.check_whole(each.truth)
         attempts.append((await slow.explain(answer.request_id))["attempts"])
-    assert now_s() - begun_s < FOUND_S + PROBE_S
+    assert begun.took_s() < FOUND_S + PROBE_S
     failed = [each[0] for each in attempts if len(each) == 2]
     assert failed, "nobody met it"
     for attempt in failed:
@@ -134,7 +131,7 @@ async def test_a_whole_answer_is_not_waited_for_where_its_decode_is_frozen(slow:
     asked = [Asked(slow, stream=False, tokens=TOKENS) for _ in range(4)]
     await asyncio.sleep(0.8)
     frozen = (await pair_of(slow))[Leg.DECODE]
-    begun_s = now_s()
+    begun = Stopwatch()
     frozen.send_signal(signal.SIGSTOP)
     attempts = []
     for each in asked:
@@ -142,4 +139,4 @@ async def test_a_whole_answer_is_not_waited_for_where_its_decode_is_frozen(slow:
         answer.check_whole(each.truth)
         attempts.append(answer.attempts)
     assert 2 in attempts
-    assert now_s() - begun_s < WHOLE_FOUND_S + ANSWER_S
+    assert begun.took_s() < WHOLE_FOUND_S + ANSWER_S

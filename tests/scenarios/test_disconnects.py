@@ -10,6 +10,7 @@ import pytest
 
 from engines.emulator.process import EmulatedServer
 from engines.types import Leg
+from tests.machine import Stopwatch
 from tests.scenarios.client import CHAT
 from tests.scenarios.cluster import Cluster, eventually
 from tests.scenarios.phases import BOOTSTRAP, PHASES, Asked, Phase, hold_at
@@ -50,11 +51,11 @@ async def test_aborts_leave_at_once_when_the_client_has_gone(watched: Cluster) -
     for _ in range(ROUNDS):
         held = await hold_at(watched, BOOTSTRAP, False)
         rid = (await watched.last_attempt())["rid"]
-        left_s = asyncio.get_running_loop().time()
+        left, left_s = Stopwatch(), asyncio.get_running_loop().time()
         await held.asked[0].leave()
         to_decode, to_prefill = await abort_of(watched, decode, rid), await abort_of(watched, prefill, rid)
         assert to_decode.came_s <= to_prefill.came_s
-        delays_s.append(to_decode.came_s - left_s)
+        delays_s.append(left.of(to_decode.came_s - left_s))
         await watched.settled(FREED_S)
     assert median(delays_s) <= ABORT_S, delays_s
 
@@ -64,12 +65,13 @@ async def test_aborts_leave_at_once_when_the_other_leg_has_failed(watched: Clust
     delays_s = []
     for _ in range(ROUNDS):
         await watched.fault(decode, "status", status=500)
+        watch = Stopwatch()
         asked = Asked(watched, stream=True)
         (await asked.finish()).check_refused(502, 503)
         rid = (await watched.last_attempt())["rid"]
         aborted = await abort_of(watched, prefill, rid)
         failed = next(call for call in watched.recorder(decode).of("/v1/chat/completions") if rid.encode() in call.body)
-        delays_s.append(aborted.came_s - failed.ended_s)
+        delays_s.append(watch.of(aborted.came_s - failed.ended_s))
         good = Asked(watched, stream=True)  # else so many failures in a row speak against the server
         (await good.finish()).check_whole(good.truth)
         await watched.settled(FREED_S)
@@ -79,9 +81,10 @@ async def test_aborts_leave_at_once_when_the_other_leg_has_failed(watched: Clust
 async def test_aborts_leave_after_the_grace_when_a_prefill_was_lost(watched: Cluster) -> None:
     held = await hold_at(watched, BOOTSTRAP, True)
     rid = (await watched.last_attempt())["rid"]
-    killed_s = asyncio.get_running_loop().time()
+    killed, killed_s = Stopwatch(), asyncio.get_running_loop().time()
     await watched.kill(held.pair[Leg.PREFILL])
-    assert await told_s(watched, held.pair[Leg.DECODE], rid) - killed_s <= GRACE_S + NOISE_S
+    heard_s = await told_s(watched, held.pair[Leg.DECODE], rid)
+    assert killed.of(heard_s - killed_s) <= GRACE_S + NOISE_S
     (await held.asked[0].finish()).check_refused(502, 503)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 
 from engines.emulator.process import EmulatedServer
 from engines.types import Leg
+from tests.machine import time_limit
 from tests.scenarios.cluster import Cluster, eventually
 from tests.scenarios.phases import PREFILL_CHUNK, TOKEN, Asked, hold_at, pair_of
 
@@ -94,5 +94,5 @@ async def test_streams_on_a_server_that_drains_itself_go_on(two_pairs: Cluster) 
         await two_pairs.release(hold)
     for asked in held.asked:
         (await asked.finish()).check_whole(asked.truth, attempts=1)
-    async with asyncio.timeout(5.0):
+    async with time_limit(5.0):
         await decode.wait()

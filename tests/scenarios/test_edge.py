@@ -17,6 +17,7 @@ import aiohttp
 import pytest
 
 from engines.emulator.process import free_ports
+from tests.machine import time_limit
 
 ROOT = Path(__file__).parents[2]
 COMMAND = ("-m", "gateway", "serve", "--pd-disaggregation", "--host", "127.0.0.1", "--log-level", "debug")
@@ -54,7 +55,7 @@ async def serving(
 
 async def answers(process: Process, health: Callable[[], Any]) -> None:
     """Wait until it serves."""
-    async with asyncio.timeout(STARTED_S):
+    async with time_limit(STARTED_S):
         while True:
             assert process.returncode is None, f"it has ended with {process.returncode}"
             try:
@@ -66,7 +67,8 @@ async def answers(process: Process, health: Callable[[], Any]) -> None:
 
 async def ends(process: Process, number: signal.Signals) -> int:
     process.send_signal(number)
-    return await asyncio.wait_for(process.wait(), SOON_S)
+    async with time_limit(SOON_S):
+        return await process.wait()
 
 
 def fill(pipe: int) -> None:

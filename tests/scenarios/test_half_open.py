@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from engines.types import Role
+from tests.machine import time_limit
 from tests.scenarios.cluster import HEARTBEATS_S, Cluster
 from tests.scenarios.phases import RESERVED, TOKEN, Asked, hold_at
 
@@ -28,7 +29,7 @@ async def test_a_whole_role_that_restarts_is_in_full_use_again_at_once(two_pairs
     engines = (await two_pairs.get("/readyz"))["engines"]
     mine = [each["health"] for each in engines if each["role"] == role]
     assert "broken" not in mine
-    async with asyncio.timeout(SERVED_S):
+    async with time_limit(SERVED_S):
         many = [Asked(two_pairs, stream=True) for _ in range(40)]
         for asked in many:
             (await asked.finish()).check_whole(asked.truth, attempts=1)

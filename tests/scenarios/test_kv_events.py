@@ -16,7 +16,7 @@ from tests.scenarios.client import ask, chat, expected_text, new_prompt
 from tests.scenarios.cluster import Cluster, GatewayProcess, eventually
 from tests.scenarios.test_replicas import agreed, attempt_of, owners
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.alone]
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 PAGE = 64
 ROOM_TOKENS = 4096
@@ -58,12 +58,12 @@ async def followed(cluster: Cluster, within_s: float = 6.0) -> None:
 
 
 async def modes_of(cluster: Cluster, gateway: GatewayProcess) -> dict[str, str]:
-    samples = [sample for sample, value in await cluster.metrics(gateway) if value == 1.0]
+    samples = [sample for sample, value in await cluster.metrics(gateway, ("pdgate_kv_events_mode",)) if value == 1.0]
     return {each.labels["engine"]: each.labels["mode"] for each in samples if each.name == "pdgate_kv_events_mode"}
 
 
 async def followed_batches(cluster: Cluster, gateway: GatewayProcess, engine: str) -> float:
-    samples = await cluster.metrics(gateway)
+    samples = await cluster.metrics(gateway, ("pdgate_kv_events_batches",))
     return sum(
         value
         for sample, value in samples

@@ -15,6 +15,7 @@ from engines.emulator.process import EmulatedServer
 from engines.sse_frames import FrameDecoder, data_of
 from engines.tasks import spawn
 from engines.types import Leg, Role
+from tests.machine import time_limit
 from tests.scenarios.client import COMPLETIONS, GENERATE, check_error, completion, new_prompt
 from tests.scenarios.cluster import SPEED, Cluster
 from tests.scenarios.phases import TRANSFER
@@ -159,7 +160,8 @@ async def test_a_prefill_killed_before_it_has_answered_is_tried_again(two_pairs:
     for hold in holds:
         if hold.server is not caught.server:
             await two_pairs.release(hold)
-    status, answer = await asyncio.wait_for(asked, 10.0)
+    async with time_limit(10.0):
+        status, answer = await asked
     assert status == 200
     last = answer[-1] if stream else answer
     assert [entry[1] for entry in last["meta_info"]["input_token_logprobs"]] == body["input_ids"]
@@ -174,7 +176,8 @@ async def test_a_prefill_that_cannot_answer_is_an_error_with_a_status(one_pair: 
     asked = spawn(post(one_pair, one_pair.url, GENERATE, body), "prompt logprobs")
     await one_pair.held(holds)
     await one_pair.kill(one_pair.of(Role.PREFILL)[0])
-    status, answer = await asyncio.wait_for(asked, 20.0)
+    async with time_limit(20.0):
+        status, answer = await asked
     assert status >= 500
     check_error(answer["error"])
 

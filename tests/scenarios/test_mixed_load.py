@@ -16,6 +16,7 @@ from engines.tasks import spawn
 from failover.chaos import checker
 from failover.chaos.checker import Outcome
 from failover.chaos.history import History
+from tests.machine import time_limit
 from tests.scenarios.client import (
     CHAT,
     COMPLETIONS,
@@ -29,7 +30,7 @@ from tests.scenarios.cluster import Cluster, eventually
 from tests.scenarios.history import recorded, taken
 from tests.scenarios.phases import noticed
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.alone]
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 REQUESTS, AT_ONCE = 100, 16
 DEADLINE_S = 60.0
@@ -83,7 +84,7 @@ class Load:
         self.over = 0
 
     async def run(self) -> None:
-        async with asyncio.timeout(DEADLINE_S):
+        async with time_limit(DEADLINE_S):
             await asyncio.gather(*(self._play(request) for request in self._requests))
 
     async def _play(self, request: Request) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from engines.emulator.process import EmulatedServer
 from engines.tasks import spawn
+from tests.machine import Stopwatch
 from tests.scenarios.client import CHAT, Answer, ask, chat, expected_text, new_prompt
 from tests.scenarios.cluster import Cluster, eventually
 
@@ -18,18 +19,18 @@ pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.alone]
 WAITING_S, HEARTBEAT_S = 20.0, 200.0
 """Of decodes, by their own clock. They give a prefill up after 1 s (real ones after 300 s), and ask it so rarely how it
 is that one which comes back has never been away for them."""
-OUT_OF_USE_S = 1.0
+OUT_OF_USE_S = 1.5
 """Attempts on a broken link end after this; two of them, and it is quarantined."""
 
 
 async def ask_some(cluster: Cluster, count: int) -> list[tuple[Answer, float]]:
     """So many chats one after the other, each checked to be whole, with the time it took."""
-    loop, answers = asyncio.get_running_loop(), []
+    answers = []
     for _ in range(count):
-        prompt, start_s = new_prompt(), loop.time()
+        prompt, watch = new_prompt(), Stopwatch()
         answer = await ask(cluster.http, cluster.url, chat(prompt, 20, stream=True), CHAT)
         answer.check_whole(expected_text(prompt, 20))
-        answers.append((answer, loop.time() - start_s))
+        answers.append((answer, watch.took_s()))
     return answers
 
 

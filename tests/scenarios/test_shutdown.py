@@ -9,6 +9,7 @@ import aiohttp
 import pytest
 
 from engines.types import Leg
+from tests.machine import time_limit
 from tests.scenarios.client import ask, chat, expected_text, new_prompt
 from tests.scenarios.cluster import Cluster, eventually
 from tests.scenarios.phases import RESERVED, TOKEN, hold_at, noticed
@@ -87,4 +88,5 @@ async def test_a_decode_that_drains_gets_nothing_new_and_finishes(two_pairs: Clu
         assert answer.headers["x-pdgate-decode"] != leaving.url
     await two_pairs.release(held.holds[0])
     (await held.asked[0].finish()).check_whole(held.asked[0].truth, attempts=1)
-    assert await asyncio.wait_for(leaving.wait(), 10.0) == 0
+    async with time_limit(10.0):
+        assert await leaving.wait() == 0

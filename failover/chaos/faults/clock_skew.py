@@ -20,7 +20,6 @@ class ClockSkew(ProcessFault):
     params: ClassVar[Mapping[str, Value]] = {"ahead_s": 100_000, "grace_s": 10.0}
 
     async def apply(self) -> str:
-        self._world.mark(self._target, "stopped")
         await self._end(self._grace_s)
         ahead_s = str(self._params["ahead_s"])
         clock = ("unshare", "--user", "--map-current-user", "--time", "--monotonic", ahead_s)
@@ -29,8 +28,6 @@ class ClockSkew(ProcessFault):
         return "it answers again"
 
     async def lift(self) -> None:
-        if self._still_runs:
-            self._world.mark(self._target, "stopped")
         await self._revive(self._grace_s)
 
     @property

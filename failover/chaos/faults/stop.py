@@ -16,7 +16,6 @@ class Stop(ProcessFault):
     params: ClassVar[Mapping[str, Value]] = {"grace_s": 10.0}
 
     async def apply(self) -> str:
-        self._world.mark(self._target, "stopped")
         self._befall(signal.SIGTERM)
         return ""
 

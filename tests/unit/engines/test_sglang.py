@@ -14,7 +14,7 @@ from engines.errors import UpstreamError
 from engines.sglang import SglangEngine, SglangStrategy
 from engines.types import FailureKind, Leg
 from engines.upstream import Reply
-from tests.fakes import RID, FakeUpstream, attempt, chat_event, probe_answer, server_info, spec, view
+from tests.fakes import RID, FakeUpstream, attempt, chat_event, now_s, probe_answer, server_info, spec, timeless, view
 
 Patch = Callable[[str], tuple[int, Any] | Exception | None]
 
@@ -171,6 +171,45 @@ async def test_a_server_that_says_nothing_is_unreachable_in_time() -> None:
 
     seen = await SglangEngine(Silent()).probe(spec("d0"), 0.002)
     assert (seen.reachable, seen.reason) == (False, "no answer within 0.002 s")
+
+
+@timeless
+async def test_a_time_that_passed_while_the_gateway_stood_still_is_asked_for_again() -> None:
+    asked_s: list[float] = []
+
+    class Lost(FakeUpstream):
+        async def fetch(self, method: str, url: str, **_: Any) -> Reply:
+            asked_s.append(now_s())
+            if len(asked_s) == 1 or not well:
+                await asyncio.Event().wait()
+            return Reply(200, {}, orjson.dumps(probe_answer(url)))
+
+    async def stand_still() -> None:
+        await asyncio.sleep(1.0)
+        asyncio.get_running_loop()._now_s += 10.0  # type: ignore[attr-defined]
+
+    for well in (True, False):
+        asked_s.clear()
+        frozen = asyncio.create_task(stand_still())
+        seen = await SglangEngine(Lost()).probe(spec("d0"), 2.0)
+        await frozen
+        assert seen.ready is well
+        assert asked_s[1] == asked_s[0] + 11.0
+        assert well or len(asked_s) == 2
+
+
+@timeless
+async def test_a_time_that_passed_otherwise_is_not() -> None:
+    asked: list[str] = []
+
+    class Silent(FakeUpstream):
+        async def fetch(self, method: str, url: str, **_: Any) -> Reply:
+            asked.append(url)
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    assert not (await SglangEngine(Silent()).probe(spec("d0"), 2.0)).reachable
+    assert len(asked) == 1
 
 
 def old(version: str) -> Patch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from engines.types import FailureKind, Leg, Outcome, Stage
 from failover.deadlines import KNOWN_GAPS, Deadline
 from failover.hold import FIRST_HOLD_S as HOLD_S
 from failover.phase import LOSS_GRACE_S
-from gateway.attempt import CLIENT_PATIENCE_S, AttemptFailed, follow
+from gateway.attempt import CLIENT_PATIENCE_S, READING_S, AttemptFailed, follow
 from gateway.config import DeadlineConfig
 from gateway.patience import FixedPatience, Patience
 from tests.fakes import attempt, now_s, timeless
@@ -606,3 +607,62 @@ async def test_a_cancelled_attempt_leaves_its_legs_to_the_caller() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert run.open_legs == (Leg.DECODE, Leg.PREFILL)
+
+
+# ---- a gateway that stands still itself ------------------------------------------------------------------------------
+
+
+async def stand_still(from_s: float, for_s: float, *unread: LegEvent, **how: Any) -> tuple[Told, AttemptFailed | None]:
+    """What becomes of `script` when the process is frozen; `unread` is read some turns of the loop after it thaws."""
+    loop = asyncio.get_running_loop()
+    run = Scripted(*how.pop("script"))
+    told, error = Told(run), None
+
+    def freeze() -> None:
+        loop._now_s += for_s  # type: ignore[attr-defined]
+        loop.call_soon(read, 3)
+
+    def read(turns: int) -> None:
+        if turns:
+            loop.call_soon(read, turns - 1)
+        else:
+            for event in unread:
+                run._happen(event)
+
+    loop.call_later(from_s, freeze)
+    try:
+        await follow(run, told, told, LIMITS, run.begun_s + 100.0, HOLD_S)  # type: ignore[arg-type]
+    except AttemptFailed as caught:
+        error = caught
+    return told, error
+
+
+@timeless
+async def test_what_came_while_the_gateway_stood_still_is_no_silence() -> None:
+    script = [(0.1, P_DONE), (0.2, out("a"))]
+    told, error = await stand_still(0.3, LIMITS.stall_s + 1.0, out("b"), D_DONE, script=script)
+    assert error is None
+    assert told.text == b"ab"
+
+
+@timeless
+async def test_an_abort_that_was_unread_when_the_hold_passed_is_seen() -> None:
+    told, error = await stand_still(0.101, 1.0, P_FAILED, script=[(0.1, out("a"))])
+    assert blame(error)[0] is Leg.PREFILL
+    assert told.text == b""
+
+
+@timeless
+async def test_a_server_that_is_silent_after_a_standstill_too_is_blamed() -> None:
+    told, error = await stand_still(0.3, 30.0, script=[(0.1, P_DONE), (0.2, out("a"))])
+    assert blame(error)[0] is Leg.DECODE
+    assert told.text == b"a"
+    assert now_s() - told._run.begun_s == pytest.approx(0.3 + 30.0 + READING_S)
+
+
+@timeless
+async def test_outputs_do_not_hold_a_hold_for_ever_after_a_standstill() -> None:
+    script: list[tuple[float, LegEvent]] = [(0.1, out("a")), *((3.2 + 0.05 * each, out("b")) for each in range(40))]
+    told, error = await stand_still(0.101, 3.0, script=[*script, (6.0, P_DONE), (6.1, D_DONE)])
+    assert error is None
+    assert told.log[0][0] == pytest.approx(3.101 + READING_S)

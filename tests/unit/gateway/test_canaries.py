@@ -137,6 +137,32 @@ async def until_ok(gw: Gateway, within_s: float = 60.0) -> float:
     return now_s() - began_s
 
 
+@timeless
+async def test_what_is_under_way_is_told_until_it_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken pairs get canaries that are not answered: booked at first, then released, then gone."""
+    links = Links(broken={(P0, D0), (P0, D1)})
+    async with flying(links, monkeypatch) as gw:
+        assert gw.canaries.under_way() == []
+        restart(gw, P0)
+        await asyncio.sleep(CANARY_S / 2)
+        told = gw.canaries.under_way()
+        assert len(told) == len(gw.canaries._flying) == gw.decider.bookings.live() > 0
+        rooms = {str(room) for room in links._legs}
+        for each in told:
+            assert (each["prefill"], each["decode"]) in links.broken
+            assert each["room"] in rooms
+            booked = gw.decider.bookings.own(P0).uncached_tokens
+            assert booked == sum(int(canary["uncached_tokens"]) for canary in told)
+        await asyncio.sleep(CANARY_S * 0.6)
+        still = {each["rid"] for each in told} & {each["rid"] for each in gw.canaries.under_way()}
+        assert still, "one is left to wait on its decode"
+        links.broken.clear()
+        await until_ok(gw, PATIENCE_S + 60.0)
+        await asyncio.sleep(10.0)
+        assert {str(each["rid"]) for each in gw.canaries.under_way()}.isdisjoint(still)
+        assert len(gw.canaries._sent) <= 8, "it remembers no more than it must"
+
+
 # ---- in trouble ----------------------------------------------------------------------------------------------------
 
 

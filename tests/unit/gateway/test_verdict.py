@@ -10,9 +10,11 @@ import pytest
 from engines.types import EngineId, FailureKind, Leg, Outcome, Stage
 from failover import retry
 from failover.deadlines import Deadline, silence_text
+from failover.poison import PoisonGuard
 from failover.retry import Fault, Verdict
 from gateway.attempt import AttemptFailed
 from gateway.errors import GatewayError
+from gateway.suspects import ContentTrials, Trial, victim
 from gateway.verdict import Tries, final_error, judge
 from tests.fakes import now_s, timeless
 
@@ -32,10 +34,19 @@ class Counts:
         return lambda *_, **__: None
 
 
+DECISION = SimpleNamespace(
+    pair=(P, D), prefill=SimpleNamespace(engine_id=P, epoch=1), decode=SimpleNamespace(engine_id=D, epoch=1)
+)
+
+
 def gateway() -> Any:
     retries = SimpleNamespace(may_retry=lambda _: True, delay_s=lambda delay_s: delay_s, retry_after_s=1.0)
     config = SimpleNamespace(retry=SimpleNamespace(max_attempts=3))
     return SimpleNamespace(metrics=Counts(), retries=retries, config=config)
+
+
+def trial() -> Trial:
+    return ContentTrials(PoisonGuard()).trial(b"what was asked")
 
 
 def silent(deadline: Deadline | None, stage: Stage, leg: Leg = Leg.DECODE) -> AttemptFailed:
@@ -93,21 +104,23 @@ async def test_over_budget_it_ends_with_when_to_ask_again() -> None:
     gw.retries = SimpleNamespace(
         may_retry=lambda decode: bool(asked.append(decode)), retry_after_s=7.5, delay_s=lambda seconds: seconds
     )
-    decision: Any = SimpleNamespace(pair=(P, D), decode=SimpleNamespace(engine_id=D))
+    decision: Any = DECISION
     for committed in (False, True):
         failed, tries = silent(Deadline.STALL, Stage.STREAMING), Tries()
         verdict = await judge(
-            gw, tries, decision, failed, committed=committed, progressed=False, deadline_s=now_s() + 9.0
+            gw, tries, decision, failed, trial(), committed=committed, progressed=False, deadline_s=now_s() + 9.0
         )
         assert (verdict.verdict, tries.continuations) == (Verdict.OVER_BUDGET, 0)
         error = final_error(gw, None, failed, verdict)  # type: ignore[arg-type]
         assert (error.status, error.code, error.retry_after_s) == (503, "retry_budget_exhausted", 7.5)
         assert error.safe_to_retry
     assert asked == [D, D]
-    late = await judge(gw, Tries(), decision, failed, committed=False, progressed=False, deadline_s=now_s())
+    late = await judge(gw, Tries(), decision, failed, trial(), committed=False, progressed=False, deadline_s=now_s())
     assert late.verdict is Verdict.OUT_OF_TIME
     assert len(asked) == 2, "what cannot be tried again anyway costs nothing of the budget"
-    goes_on = await judge(gw, Tries(), decision, failed, committed=True, progressed=True, deadline_s=now_s() + 9.0)
+    goes_on = await judge(
+        gw, Tries(), decision, failed, trial(), committed=True, progressed=True, deadline_s=now_s() + 9.0
+    )
     assert goes_on.verdict is Verdict.CONTINUE, "its client had got something: that costs nothing of the budget"
     assert len(asked) == 2
 
@@ -115,10 +128,10 @@ async def test_over_budget_it_ends_with_when_to_ask_again() -> None:
 @timeless
 async def test_a_deadline_is_counted_by_its_stage_and_only_that() -> None:
     gw = gateway()
-    decision: Any = SimpleNamespace(pair=(P, D), decode=SimpleNamespace(engine_id=D))
+    decision: Any = DECISION
     for failed in (silent(Deadline.STALL, Stage.HANDED_OVER), silent(None, Stage.HANDED_OVER)):
         verdict = await judge(
-            gw, Tries(), decision, failed, committed=False, progressed=False, deadline_s=now_s() + 9.0
+            gw, Tries(), decision, failed, trial(), committed=False, progressed=False, deadline_s=now_s() + 9.0
         )
         assert (verdict.verdict, verdict.excluded_engine) == (Verdict.RETRY, D)
     assert gw.metrics.deadlines == [Deadline.STALL]
@@ -127,6 +140,7 @@ async def test_a_deadline_is_counted_by_its_stage_and_only_that() -> None:
         Tries(),
         decision,
         silent(Deadline.TOTAL, Stage.HANDED_OVER),
+        trial(),
         committed=False,
         progressed=False,
         deadline_s=now_s(),
@@ -143,11 +157,50 @@ async def test_two_deaths_of_one_role_make_a_suspect_and_one_of_each_does_not() 
 
     gw.monitor = SimpleNamespace(probe_now=dead)
     gw.retries = SimpleNamespace(may_retry=lambda decode: True, delay_s=lambda seconds: seconds)
-    decision: Any = SimpleNamespace(pair=(P, D), decode=SimpleNamespace(engine_id=D))
+    decision: Any = DECISION
     tries, verdicts = Tries(), []
     for engine_id, leg in ((D, Leg.DECODE), (P, Leg.PREFILL), (D, Leg.DECODE)):
         broke = Outcome(engine_id, leg, FailureKind.RESET, Stage.STREAMING, "connection lost")
         failed = AttemptFailed(broke, (broke,))
-        told = await judge(gw, tries, decision, failed, committed=True, progressed=True, deadline_s=now_s() + 9.0)
+        told = await judge(
+            gw, tries, decision, failed, trial(), committed=True, progressed=True, deadline_s=now_s() + 9.0
+        )
         verdicts.append(told.verdict)
     assert verdicts == [Verdict.CONTINUE, Verdict.CONTINUE, Verdict.POISON_SUSPECTED]
+
+
+@timeless
+@pytest.mark.parametrize("shown", [False, True], ids=["before its first output", "after it"])
+@pytest.mark.parametrize("epoch", [1, 2])
+async def test_what_ends_servers_of_several_requests_is_a_suspect_of_all(shown: bool, epoch: int) -> None:
+    """The same process counts once; and who had its first output from it says nothing of the others."""
+    gw, contents = gateway(), ContentTrials(PoisonGuard())
+
+    async def dead(engine_id: EngineId) -> bool:
+        return False
+
+    gw.monitor = SimpleNamespace(probe_now=dead)
+    verdicts = []
+    async with contents.trial(b"x") as first, contents.trial(b"x") as second:
+        assert first.begins()
+        assert second.begins()
+        if shown:
+            second.harmless()
+        for each, of in ((first, 1), (second, epoch)):
+            view = SimpleNamespace(engine_id=D, epoch=of)
+            decision: Any = SimpleNamespace(pair=(P, D), prefill=DECISION.prefill, decode=view)
+            broke = Outcome(D, Leg.DECODE, FailureKind.RESET, Stage.DISPATCHED, "connection lost")
+            each.broke(victim(decision, broke))
+            told = await judge(
+                gw,
+                Tries(),
+                decision,
+                AttemptFailed(broke, (broke,)),
+                each,
+                committed=False,
+                progressed=False,
+                deadline_s=now_s() + 9.0,
+            )
+            verdicts.append(told.verdict)
+    last = Verdict.POISON_SUSPECTED if epoch == 2 and not shown else Verdict.RETRY
+    assert verdicts == [Verdict.RETRY, last]

@@ -14,8 +14,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from failover.chaos import record_file, report_html, runner
+from failover.chaos import real_run, record_file, report_html, runner
 from failover.chaos.faults import FAULTS
+from failover.chaos.fleet_file import of_urls
+from failover.chaos.real_fleet import RealFleet
 from failover.chaos.record import Planned, Record
 from failover.chaos.scenario import Scenario, ScenarioError
 from failover.chaos.world import Unable
@@ -32,6 +34,7 @@ class Runner:
     made: Record = field(default_factory=record)
     during: Callable[[], Any] = lambda: None
     runs: list[tuple[str, int, bool]] = field(default_factory=list)
+    fleets: list[RealFleet] = field(default_factory=list)
 
     async def run(self, scenario: Scenario, seed: int, *, long: bool, tell: Any, stop: asyncio.Event) -> Record:
         self.runs.append((scenario.name, seed, long))
@@ -40,11 +43,16 @@ class Runner:
         await asyncio.sleep(0.01 if self.during is not Runner.during else 0)
         return replace(self.made, scenario=scenario, seed=seed, long=long, stopped=stop.is_set())
 
+    async def run_real(self, scenario: Scenario, fleet: RealFleet, seed: int, **others: Any) -> Record:
+        self.fleets.append(fleet)
+        return replace(await self.run(scenario, seed, **others), fleet=fleet)
+
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Runner:
     made = Runner()
     monkeypatch.setattr(runner, "run", made.run)
+    monkeypatch.setattr(real_run, "run", made.run_real)
     return made
 
 
@@ -180,6 +188,20 @@ def test_the_page_is_of_all_runs(fake: Runner, folder: Path, monkeypatch: pytest
 # -- interrupted ------------------------------------------------------------------------------------------------------
 
 
+def test_the_stop_key_is_like_the_first_signal(
+    fake: Runner, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keyboard, terminal = os.openpty()
+    monkeypatch.setattr("os.tcgetpgrp", lambda fd: os.getpgrp())
+    with os.fdopen(terminal, "rb", buffering=0) as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        fake.during = lambda: os.write(keyboard, b"q")
+        assert chaos("run", "two") == 130
+    os.close(keyboard)
+    assert fake.runs == [("a", 1, False)]
+    assert capsys.readouterr().out.startswith("stopped a, seed 1")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_is_judged_and_no_other_begins(
     fake: Runner, folder: Path, capsys: pytest.CaptureFixture[str], number: signal.Signals
@@ -276,6 +298,90 @@ def test_an_interrupted_replay_is_not_compared(fake: Runner, folder: Path, capsy
 def test_a_replay_of_violations_that_come_again_is_no_success(fake: Runner, folder: Path) -> None:
     fake.made = record(WHOLE, BROKEN)
     assert chaos("replay", saved(fake.made)) == 1
+
+
+# -- a real fleet -----------------------------------------------------------------------------------------------------
+
+LINK_TOML = TOML.replace("kill", "reset").replace("prefill0", "client>gateway0")
+URL = "http://127.0.0.1:30000"
+FLEET_TOML = f'gateways = ["{URL}"]\nallow = ["127.0.0.1:30000"]\n'
+
+
+@pytest.fixture
+def real(folder: Path) -> Path:
+    """The present folder, with a scenario and a fleet that fit."""
+    (folder / "link.toml").write_text(LINK_TOML)
+    (folder / "lab.toml").write_text(FLEET_TOML)
+    return folder
+
+
+def test_a_run_on_a_real_fleet(fake: Runner, real: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fake.made = record(WHOLE, BROKEN)
+    flags = ["--url", URL, "--allow", "10.0.0.1:1", "--url", "http://10.0.0.1:1"]
+    assert chaos("run", "link.toml", *flags, "--seed", "4") == 1
+    [fleet] = fake.fleets
+    assert (fleet.gateways, fleet.allow) == ((URL, "http://10.0.0.1:1"), ("10.0.0.1:1", "127.0.0.1:30000"))
+    again = f"again: pdgate chaos run link.toml --seed 4 --url {URL} --url http://10.0.0.1:1 --allow 10.0.0.1:1\n"
+    assert again in capsys.readouterr().out
+    assert chaos("run", "link.toml", "--fleet", "lab.toml", "--model", "m") == 1
+    assert (fake.fleets[1].name, fake.fleets[1].model) == ("lab", "m")
+    assert "again: pdgate chaos run link.toml --seed 1 --fleet lab.toml --model m\n" in capsys.readouterr().out
+    assert chaos("run", "link.toml", "--url", URL, "--model", "m") == 1
+    assert fake.fleets[2].model == "m"
+
+
+def test_a_replay_needs_the_same_fleet(fake: Runner, real: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fake.made = record(fleet=of_urls([URL], []))
+    name = saved(fake.made)
+    assert chaos("replay", name, "--url", URL) == 0
+    assert "the same schedule and verdict" in capsys.readouterr().out
+    assert chaos("replay", name) == 2
+    assert "the record is of the real fleet --url: name it by --fleet or --url" in capsys.readouterr().err
+    assert chaos("replay", name, "--url", "http://127.0.0.1:1") == 2
+    assert "this is not the fleet of the record" in capsys.readouterr().err
+    assert chaos("replay", saved(record()), "--url", URL) == 2
+    assert "the record is of a fleet that was started for it" in capsys.readouterr().err
+    assert len(fake.runs) == 1
+
+
+def test_a_dry_run_only_tells(fake: Runner, real: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert chaos("run", "link.toml", "--seeds", "2", "--dry-run", "--fleet", "lab.toml") == 0
+    told = capsys.readouterr().out
+    assert "link, seed 1, on the fleet lab: nothing is sent" in told
+    assert "link, seed 2, on the fleet lab: nothing is sent" in told
+    assert chaos("run", "two", "--dry-run") == 0
+    assert "a, seed 1: nothing is started or sent\n" in capsys.readouterr().out
+    assert fake.runs == []
+    assert sorted(os.listdir()) == ["lab.toml", "link.toml", "two"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["two/a.toml", "--url", URL], "two/a.toml: on the real fleet --url: faults[0]: kill needs processes"),
+        (["link.toml", "two/a.toml", "--fleet", "lab.toml"], "two/a.toml: on the real fleet lab: faults[0]: kill"),
+        (["link.toml", "--url", "http://10.0.0.1:1"], "say --allow 10.0.0.1:1"),
+        (["link.toml", "--url", URL, "--fleet", "lab.toml"], "--fleet and --url: name the fleet by one of them"),
+        (["link.toml", "--allow", "10.0.0.1:1"], "--allow and --model: name a fleet too"),
+        (["link.toml", "--fleet", "none.toml"], "none.toml: No such file"),
+        (["link.toml", "--fleet", "bin.toml"], "bin.toml: this is not text"),
+        (["link.toml", "--fleet", "bad.toml"], "bad.toml: gateways[0]: 127.0.0.1:30000 is not allowed"),
+        (
+            ["link.toml", "--fleet", "key.toml"],
+            "key.toml: api_key_env: the environment variable NO_SUCH_KEY is not set",
+        ),
+        (["link.toml", "--dry-run", "--json"], "--dry-run: it prints text"),
+    ],
+)
+def test_a_real_fleet_that_cannot_be_used(
+    fake: Runner, real: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    (real / "bin.toml").write_bytes(b"\xff\xfe")
+    (real / "bad.toml").write_text(FLEET_TOML.replace('allow = ["127.0.0.1:30000"]', ""))
+    (real / "key.toml").write_text(FLEET_TOML + 'api_key_env = "NO_SUCH_KEY"\n')
+    assert chaos("run", *words) == 2
+    assert said in capsys.readouterr().err
+    assert fake.runs == []
 
 
 # -- list and validate ------------------------------------------------------------------------------------------------

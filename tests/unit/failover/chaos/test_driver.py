@@ -15,7 +15,7 @@ import pytest_asyncio
 from aiohttp import web
 
 from failover.chaos.answer import DONE, Answer
-from failover.chaos.driver import Driver
+from failover.chaos.driver import PLAIN, Driver, Manners
 from failover.chaos.history import Ending
 from failover.chaos.load import Asked
 
@@ -30,11 +30,13 @@ class Gateway:
     name: str
     play: Plays
     bodies: list[dict[str, Any]] = field(default_factory=list)
+    headers: list[Any] = field(default_factory=list)
     left: int = 0
     url: str = ""
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         self.bodies.append(orjson.loads(await request.read()))
+        self.headers.append(request.headers)
         response = web.StreamResponse(headers={"content-type": "text/event-stream", "x-pdgate-request-id": "r"})
         try:
             await self.play(request, response)
@@ -111,6 +113,7 @@ class Run:
     http: aiohttp.ClientSession
     gateways: list[tuple[str, str]]
     broken: bool = False
+    manners: Manners = PLAIN
     over: list[Answer] = field(default_factory=list)
     begun: list[Answer] = field(default_factory=list)
 
@@ -118,7 +121,8 @@ class Run:
         zero_s = asyncio.get_running_loop().time()
         self.now_s = lambda: asyncio.get_running_loop().time() - zero_s
         self.driver = Driver(
-            self.http, self.gateways, self.now_s, self.over.append, self.begun.append, lambda *_: self.broken
+            *(self.http, self.gateways, self.now_s, self.over.append, self.begun.append),
+            *(lambda *_: self.broken, self.manners),
         )
 
     async def all(self, *load: Asked, within_s: float = 5.0) -> list[Answer]:
@@ -152,6 +156,48 @@ async def test_requests_come_at_their_times_to_one_gateway_after_another(http: a
     for answer in answers:
         assert 0 <= answer.sent_s - answer.asked.at_s < 0.08
     assert len({answer.rid for answer in answers}) == 3
+
+
+async def test_each_gateway_gets_its_own_headers_and_names_only_where_they_are_known(
+    http: aiohttp.ClientSession,
+) -> None:
+    gateways = [Gateway("gateway0", whole), Gateway("gateway1", whole)]
+    async with served(*gateways):
+        own = {"gateway0": {"host": "a.example", "authorization": "Bearer x"}, "gateway1": {"host": "b.example"}}
+        run = Run(http, [(each.name, each.url) for each in gateways], manners=Manners(headers=own, names=False))
+        await run.all(asked(0), asked(1))
+    assert [each.headers[0]["host"] for each in gateways] == ["a.example", "b.example"]
+    assert [each.headers[0].get("authorization") for each in gateways] == ["Bearer x", None]
+    assert [each.bodies for each in gateways] == [[{"stream": True}]] * 2
+
+
+async def test_no_more_clients_at_once_than_allowed(http: aiohttp.ClientSession) -> None:
+    gateway = Gateway("gateway0", endless)
+    async with served(gateway):
+        run = Run(http, [(gateway.name, gateway.url)], manners=Manners(at_once=2))
+        playing = asyncio.ensure_future(run.driver.play([asked(number) for number in range(3)]))
+        await _until(lambda: len(gateway.bodies) == 2)
+        await asyncio.sleep(0.1)
+        assert (run.driver.live, len(gateway.bodies), playing.done()) == (2, 2, False)
+        await run.driver.stop()
+        await _until(lambda: len(gateway.bodies) == 3)
+        await run.driver.stop()
+        await playing
+
+
+async def test_nobody_is_led_to_another_address(http: aiohttp.ClientSession) -> None:
+    other = Gateway("other", whole)
+    async with served(other):
+
+        async def elsewhere(request: web.Request, response: web.StreamResponse) -> None:
+            response.set_status(307)
+            response.headers["location"] = other.url + PATH
+            await response.prepare(request)
+
+        gateway = Gateway("gateway0", elsewhere)
+        async with served(gateway):
+            [answer] = await Run(http, [(gateway.name, gateway.url)]).all(asked())
+    assert (answer.status, other.bodies) == (307, [])
 
 
 async def test_who_is_refused_asks_the_next_gateway(http: aiohttp.ClientSession) -> None:

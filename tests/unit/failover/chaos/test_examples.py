@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from engines.timing import PROFILES
 from failover.chaos.faults import FAULTS
 from failover.chaos.faults.poison_prompt import PoisonPrompt
 from failover.chaos.load import POISON, requests
@@ -45,6 +46,17 @@ def test_eight_are_quick() -> None:
 def test_every_fault_is_shown_by_a_scenario() -> None:
     shown = {fault.fault for file in FILES for fault in scenario(file).faults}
     assert shown == FAULTS.keys()
+
+
+def test_a_dead_gateway_can_be_seen_to_be_reaped() -> None:
+    """Its links stay silent for as long as that may take, and what it had on engines lives for longer."""
+    some = scenario(FOLDER / "gateway-dies-silently.toml")
+    died_s = max(fault.at_s for fault in some.faults)
+    assert all(fault.at_s == died_s and fault.for_s is None for fault in some.faults)
+    assert some.load.duration_s[0] > died_s + some.expect.reaped_s
+    timing = PROFILES[some.fleet.profile].decode
+    shortest_s = some.load.output_tokens[0] * timing.base_s / some.fleet.speed
+    assert shortest_s > died_s / 2 + some.expect.reaped_s, "also of most that were begun before"
 
 
 def test_the_word_that_kills_is_the_one_that_clients_ask_with() -> None:

@@ -12,8 +12,9 @@ from failover.chaos import invariants
 from failover.chaos.evidence import fault_at
 from failover.chaos.history import Choice, Death, Ending, Error, Event, Ledger, Request
 from failover.chaos.invariants import INVARIANTS, Finding, judge
-from failover.chaos.record import FaultRun, Mark, Planned, Record
+from failover.chaos.record import FaultRun, Instance, Mark, Orphan, Planned, Record, Sample
 from failover.chaos.verdict import Broken, Verdict
+from failover.reaper import LEASE_S, WATCHED_S
 from tests.unit.failover.chaos.records import (
     BROKEN,
     LEFT,
@@ -51,6 +52,24 @@ def tried(request: Request, times: int) -> Request:
 ROOM = str(RESUMED.choices[0].attempts[1].room)
 HELD = (Ledger("prefill0", {}), Ledger("decode0", {ROOM: 7}))
 DIED = (Mark(1.0, "decode0", "ended"), Mark(1.5, "decode0", "started"))
+KILLED = (Death("gateway0", 1.0),)
+LOOKS = tuple(Sample(at_s / 4, name, 0, 0, 9) for at_s in range(80) for name in ("prefill0", "decode0"))
+
+
+def orphaned(seen_s: float, **others: Any) -> Record:
+    """A gateway died at 1 s, and the KV of an attempt was seen on a decode until `seen_s`."""
+    orphan = Orphan("gateway0", 1.0, "decode0", ROOM, seen_s)
+    return record(history=history(WHOLE, RESUMED, deaths=KILLED), samples=LOOKS, orphans=(orphan,), **others)
+
+
+def aborted(request: Request) -> Request:
+    """Its first attempt was aborted by somebody else."""
+    [choice] = request.choices
+    first, *rest = choice.attempts
+    made = (replace(first, aborted=True), *rest)
+    return replace(request, gateway="gateway0", choices=(replace(choice, attempts=made),))
+
+
 SPOILED: Mapping[str, tuple[Record, list[Broken]]] = {
     "whole_or_one_error": (
         record(WHOLE, spliced(RESUMED)),
@@ -64,6 +83,14 @@ SPOILED: Mapping[str, tuple[Record, list[Broken]]] = {
     "nothing_left_in_gateways": (
         record(history=history(WHOLE, left_over={"bookings": 2, "tasks": 0})),
         [Broken("2 left of bookings")],
+    ),
+    "dead_gateways_attempts_released": (
+        orphaned(15.0),
+        [Broken("decode0 holds KV for room", "r-resumed", "r-resumed.0.1", 0)],
+    ),
+    "no_live_attempt_aborted": (
+        record(WHOLE, aborted(RESUMED)),
+        [Broken("aborted, not by its own gateway", "r-resumed", "r-resumed.0.0", 0)],
     ),
     "settled": (record(settled_s=None), [Broken("not everything came back, not within 15 s", fault=0)]),
     "refused": (record(WHOLE, REFUSED), [Broken("refused, status 503: no room", "r-refused", "", 0)]),
@@ -139,6 +166,7 @@ def test_each_says_what_it_holds_in_a_sentence(rule: Any) -> None:
         ("broken", {"broken_ratio": 0.5}, record(WHOLE, BROKEN)),
         ("recovery", {"recovery_s": PAUSE_S}, record(late(RESUMED, 11))),
         ("attempts", {"attempts_ratio": 1.5}, record()),
+        ("dead_gateways_attempts_released", {"reaped_s": 14.0}, orphaned(15.0)),
         ("deaths", {"deaths": 1}, replace(record(), marks=(*record().marks, *DIED))),
     ],
 )
@@ -183,10 +211,62 @@ def test_the_ledger_of_an_engine_that_lives_is_missed() -> None:
     assert not verdicts(back)["nothing_left_on_engines"].held
 
 
+# -- gateways that die, and that do not -------------------------------------------------------------------------------
+
+
+def test_what_a_dead_gateway_left_is_told_with_when_it_was_seen_last() -> None:
+    told = verdicts(orphaned(9.0))["dead_gateways_attempts_released"]
+    assert told.held
+    assert told.evidence == (
+        "1 dead gateways left 1 attempts' KV on engines, the last was seen 8.0 s after, at most 12.75 s"
+    )
+    assert verdicts(record())["dead_gateways_attempts_released"].evidence == "no gateway died"
+
+
+def test_the_bound_is_that_of_the_reapers_own_times() -> None:
+    assert expecting().expect.reaped_s == 10 + LEASE_S
+
+
+FENCED = Event(0.08, error=Error("others took over", code="gateway_fenced"))
+LONG_S = LEASE_S + WATCHED_S - 1.0
+
+
+def fenced(request: Request = BROKEN) -> Request:
+    return replace(request, gateway="gateway0", events=(*request.events[:4], FENCED))
+
+
+@pytest.mark.parametrize(
+    ("stood_still", "held"),
+    [
+        ((), False),
+        ((("frozen", 0.0), ("thawed", LONG_S - 0.1)), False),
+        ((("frozen", 0.0), ("thawed", LONG_S)), True),
+        ((("frozen", -LONG_S), ("thawed", 0.0)), True),
+        ((("frozen", -LONG_S - 6.0), ("thawed", -6.0)), False),
+        ((("frozen", 100.0), ("thawed", 130.0)), False),
+        ((("frozen", 0.0), ("killed", 2.0), ("started", 3.0)), False),
+        ((("frozen", 0.0),), True),
+    ],
+)
+@pytest.mark.parametrize("request_", [fenced(), aborted(RESUMED)], ids=["fenced", "aborted"])
+def test_only_who_stood_still_for_long_may_be_declared_dead(
+    request_: Request, stood_still: tuple[tuple[str, float], ...], held: bool
+) -> None:
+    marks = tuple(Mark(at_s, "gateway0", what) for what, at_s in stood_still)
+    others = (Mark(0.0, "gateway1", "frozen"), Mark(50.0, "gateway1", "thawed"))
+    spoiled = record(request_, marks=(*record().marks, *marks, *others))
+    assert verdicts(spoiled)["no_live_attempt_aborted"].held is held
+
+
+def test_a_gateway_that_was_declared_dead_is_told_with_its_request() -> None:
+    [case] = verdicts(record(WHOLE, fenced()))["no_live_attempt_aborted"].broken
+    assert case == Broken("gateway0 was declared dead", "r-broken", "r-broken.0.0", 0)
+
+
 # -- deaths -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("told", ["killed", "stopped"])
+@pytest.mark.parametrize("told", ["killed", "told to end"])
 def test_who_was_told_to_end_has_not_died(told: str) -> None:
     asked = (Mark(1.0, "decode0", told), Mark(1.1, "decode0", "ended"))
     assert verdicts(replace(record(), marks=asked))["deaths"].held
@@ -196,9 +276,15 @@ def test_who_was_told_to_end_has_not_died(told: str) -> None:
     ]
 
 
-def test_a_gateway_may_never_end_by_itself() -> None:
-    ended = replace(record(), marks=(Mark(1.0, "gateway0", "ended"),), scenario=expecting(deaths=5))
-    assert not verdicts(ended)["deaths"].held
+@pytest.mark.parametrize("name", ["gateway0", "redis"])
+def test_a_gateway_and_redis_may_never_end_by_themselves(name: str) -> None:
+    good = record()
+    instances = (*good.instances, Instance("redis", "redis", "redis://r"))
+    ended = replace(good, instances=instances, marks=(Mark(1.0, name, "ended"),), scenario=expecting(deaths=5))
+    [case] = verdicts(ended)["deaths"].broken
+    assert case.what == f"{name} ended by itself at 1.0 s"
+    told = replace(ended, marks=(Mark(0.9, name, "told to end"), *ended.marks))
+    assert verdicts(told)["deaths"].held
 
 
 def test_a_deadly_fault_explains_one_death_of_its_target_while_it_is_on() -> None:
@@ -319,6 +405,9 @@ def test_what_is_unseen_and_unknown_here_is_said_too() -> None:
         ("nothing_left_in_gateways", record(history=history(WHOLE, left_over={}))),
         ("nothing_left_on_engines", record(history=history(WHOLE, ledgers=()), instances=())),
         ("attempts", record(REFUSED)),
+        ("dead_gateways_attempts_released", replace(orphaned(3.0), samples=LOOKS[:26])),
+        ("dead_gateways_attempts_released", replace(orphaned(3.0), samples=LOOKS[:8], orphans=())),
+        ("dead_gateways_attempts_released", replace(orphaned(3.0), samples=())),
     ],
 )
 def test_silence_is_not_success(name: str, blind: Record) -> None:

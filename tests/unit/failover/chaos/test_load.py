@@ -56,7 +56,7 @@ def test_kinds_come_by_their_weights() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_engine_takes_every_kind(kind: str) -> None:
     asked = of(kind)
-    assert len(asked) > (3 if kind == "poison" else 100)
+    assert len(asked) > 100
     for each in asked:
         request = understood(each)
         rule = request.items[0].sampling.rule
@@ -121,10 +121,8 @@ def _beginning(asked: Asked) -> bytes:
     return understood(asked).items[0].prompt[: BLOCK_TOKENS * TOKEN_BYTES]
 
 
-def test_poison_is_always_the_same_prompt_of_one_client() -> None:
+def test_poison_is_always_the_same_prompt() -> None:
     asked = of("poison")
-    assert len(asked) > 3
-    assert all(second.at_s - first.at_s >= 1.5 for first, second in pairwise(asked))
     prompts = {understood(each).items[0].text for each in asked}
     assert len(prompts) == 1
     assert POISON in prompts.pop()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any, cast
 
 import pytest
 
 from engines.emulator.draw import MODEL_DEFAULTS
 from engines.emulator.tokens import decode, encode, render_chat
+from engines.sglang_wire import RoomMaker
 from engines.token_rule import ContextHash, pack, sampling_key, unpack
 from failover.chaos import leftovers, observe
 from failover.chaos.answer import DONE, Answer
@@ -46,7 +48,7 @@ def truth(zero_s: float = 0.0) -> Truth:
 
 def told(rid: str = "rid0", decided_s: float = 0.1, ended_s: float | None = 0.5, index: int = 0) -> dict[str, Any]:
     attempt = {"rid": rid, "room": "77", "choice_index": index, "prefill": "http://p", "decode": "http://d"}
-    return {**attempt, "decided_s": decided_s, "ended_s": ended_s, "considered": "much more"}
+    return {**attempt, "decided_s": decided_s, "ended_s": ended_s, "outcomes": [], "considered": "much more"}
 
 
 def chat_answer(ids: list[int], *, temperature: float = 0.0, sent_s: float = 1.0, number: int = 7) -> Answer:
@@ -77,13 +79,33 @@ def test_a_true_answer_is_read_as_such() -> None:
     read = request(answer, [told()], truth())
     assert violations(read) == []
     assert read is not None
-    assert (read.name, read.gateway, read.ending) == ("request 7 (stream)", "gateway0", Ending.WHOLE)
+    assert (read.name, read.kind, read.gateway) == ("request 7 (stream)", "stream", "gateway0")
+    assert read.ending is Ending.WHOLE
     [choice] = read.choices
     [attempt] = choice.attempts
     assert (attempt.prefill, attempt.decode, attempt.room) == ("prefill0", "decode0", 77)
     assert (attempt.began_s, attempt.ended_s) == (1.1, 1.5)
     assert choice.prompt_ids == tuple(unpack(encode(CHATTED)))
     assert outcome(read) is Outcome.WHOLE
+
+
+@pytest.mark.parametrize(
+    ("leg", "kind", "message", "aborted"),
+    [
+        ("decode", "aborted", "Aborted", True),
+        ("prefill", "aborted", "Aborted", False),
+        ("decode", "reset", "Aborted", False),
+        ("decode", "status", "Decode transfer failed for request\n...: Aborted by AbortReq.", True),
+        ("decode", "status", "Decode handshake failed for request ...: Aborted by AbortReq.", False),
+    ],
+)
+def test_who_was_aborted_by_others_is_known_by_its_decodes_words(
+    leg: str, kind: str, message: str, aborted: bool
+) -> None:
+    failed = {**told(), "outcomes": [{"leg": leg, "kind": kind, "message": message}]}
+    read = request(chat_answer(ids_of(CHATTED, TOKENS)), [failed, told("rid1", 0.6, 0.9)], truth())
+    assert read is not None
+    assert [attempt.aborted for attempt in read.choices[0].attempts] == [aborted, False]
 
 
 def test_one_wrong_event_is_seen() -> None:
@@ -323,3 +345,61 @@ def test_gauges_are_summed_and_the_unknown_is_none() -> None:
     assert (found["pdgate_live_bookings"], found["pdgate_kv_unaccounted_tokens"]) == (2, 4)
     assert set(found) == set(leftovers.GAUGES)
     assert sum(found.values()) == 6
+
+
+# -- gateways that die ------------------------------------------------------------------------------------------------
+
+
+class LedgerWorld(FakeWorld):
+    """One engine holds KV for a room of the gateway."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rooms = RoomMaker(Random(1), 4711)
+        self.room = str(self.rooms.next_room())
+        self.readyz: dict[str, Any] = {"engines": [], "replicas": {"process_id": 4711}}
+
+    def now_s(self) -> float:
+        return asyncio.get_running_loop().time() - self.zero_s
+
+    async def admin(self, name: str, method: str, path: str) -> Mapping[str, Any]:
+        return {"by_room": {self.room: 7, "99": 1}, "cache_tokens": 3, "total_tokens": 50}
+
+    async def told(self, name: str, path: str) -> Mapping[str, Any]:
+        return self.readyz
+
+
+@pytest.mark.parametrize("replicas", [{"process_id": 4711}, {"process_id": None}, None])
+async def test_what_a_dead_gateway_left_is_seen_where_it_had_told_what_its_rooms_begin_with(replicas: Any) -> None:
+    world = LedgerWorld()
+    world.readyz["replicas"] = replicas
+    now_s = asyncio.get_running_loop().time()
+    world.zero_s, world.gateway.launched_s = now_s, now_s - 5.0
+    seen, engine = observer(world), Gateway("decode0", "decode")
+    await seen._look(world.gateway)  # type: ignore[arg-type]
+    await seen._sample(engine)  # type: ignore[arg-type]
+    assert (seen.orphans, seen.roomless) == ((), 0)
+    world.gateway.deaths_s = [now_s + 1.0]
+    await seen._sample(engine)  # type: ignore[arg-type]
+    assert [sample.used_tokens for sample in seen.samples] == [8, 8]
+    if replicas is None or replicas["process_id"] is None:
+        assert (seen.orphans, seen.roomless) == ((), 1)
+        return
+    [orphan] = seen.orphans
+    assert (orphan.gateway, orphan.engine, orphan.room) == ("gateway0", "decode0", world.room)
+    assert (orphan.died_s, orphan.seen_s) == (pytest.approx(1.0), pytest.approx(0.0, abs=0.5))
+    assert seen.roomless == 0
+
+
+async def test_what_a_new_process_says_is_not_taken_for_the_old_ones() -> None:
+    world = LedgerWorld()
+    seen = observer(world)
+
+    async def told(name: str, path: str) -> Mapping[str, Any]:
+        world.gateway.launched_s += 1.0
+        return world.readyz
+
+    world.told = told  # type: ignore[method-assign]
+    await seen._look(world.gateway)  # type: ignore[arg-type]
+    world.gateway.deaths_s = [world.gateway.launched_s + 9.0]
+    assert seen.roomless == 1

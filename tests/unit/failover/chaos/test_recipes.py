@@ -14,7 +14,7 @@ from typing import Any, ClassVar, cast
 
 import pytest
 
-from failover.chaos import cli, invariants, load, scenario_file, schedule
+from failover.chaos import cli, fleet_file, invariants, load, scenario_file, schedule
 from failover.chaos.checker import Outcome
 from failover.chaos.evidence import Run, case_of
 from failover.chaos.faults import FAULTS
@@ -56,6 +56,17 @@ params = { still_s = 0.1 }
 
 [expect]
 refused_ratio = 0.02        # what may be: at most 2 % of the requests are refused
+# end of recipe
+"""
+
+FLEET = """\
+# recipe: staging.toml
+gateways = ["http://gw:30000"]
+decodes = ["http://d0:30020"]
+allow = ["gw:30000", "d0:30020"]        # the only addresses that are ever connected to
+
+[proxies]                               # pdgate chaos listens there, and passes on
+"gateway0>decode0" = "0.0.0.0:9101"     # so the gateway is started with --decode http://THIS_HOST:9101
 # end of recipe
 """
 
@@ -102,7 +113,7 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)\n```$", re.DOTALL | re.MULTILINE)
 
 def test_the_page_shows_every_recipe_as_it_is() -> None:
     recipes = {place: code.strip() for place, code in RECIPE.findall(Path(__file__).read_text())}
-    assert len(recipes) == 3
+    assert len(recipes) == 4
     blocks = [code.strip() for _, code in BLOCK.findall(PAGE)]
     for place, code in recipes.items():
         assert code in blocks, place
@@ -112,6 +123,10 @@ def test_the_page_shows_every_recipe_as_it_is() -> None:
 def test_every_block_of_python_or_toml_is_a_recipe() -> None:
     recipes = {code.strip() for _, code in RECIPE.findall(Path(__file__).read_text())}
     assert {code.strip() for kind, code in BLOCK.findall(PAGE) if kind in ("python", "toml")} == recipes
+
+
+def test_the_fleet_can_be_used() -> None:
+    assert fleet_file.parse(FLEET, "staging").links == ("client>gateway0", "gateway0>decode0")
 
 
 def test_every_command_of_the_page_is_one() -> None:

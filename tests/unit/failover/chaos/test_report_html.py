@@ -147,6 +147,8 @@ def test_an_attempt_without_an_end_has_none_and_rooms_keep_all_their_bits() -> N
     [
         ({}, ["stream", "greedy"]),
         ({"stream": False}, ["whole body", "greedy"]),
+        ({"kind": "tools"}, ["stream", "greedy", "tools"]),
+        ({"kind": "stream"}, ["stream", "greedy"]),
         ({"samples": 2, "choices": (Choice((1,), ()),) * 2}, ["stream", "greedy", "n > 1"]),
         ({"choices": (Choice((1,), ()),) * 2}, ["stream", "greedy", "list of prompts"]),
         (
