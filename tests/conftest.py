@@ -3,6 +3,10 @@
 import gc
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("pdgate", deadline=None)  # how long an example takes is the machine's to say
+settings.load_profile("pdgate")
 
 
 def pytest_collection(session: pytest.Session) -> None:

@@ -37,6 +37,8 @@ class Options:
     kv_events_config: str = ""
     sampling_defaults: str = "model"
     enable_deterministic_inference: bool = False
+    sampling_secret: bytes = b""
+    """What keys sampled answers; a new one at each start where it is empty."""
     incremental_streaming_output: bool = False
     reasoning_parser: str = ""
     chat_template: str = ""
@@ -88,6 +90,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add("--transfer-backend", default="mooncake_tcp", choices=["mooncake_tcp", "mooncake", "nixl"])
     add("--sampling-defaults", default="model", choices=["openai", "model"], help="where chats take what they omit")
     add("--enable-deterministic-inference", action="store_true", help="sampled answers depend on their seed alone")
+    add("--sampling-secret", type=bytes.fromhex, default=b"", metavar="HEX", help="keys sampled answers over restarts")
     add("--incremental-streaming-output", action="store_true", help="events of /generate do not repeat what came")
     add("--reasoning-parser", default="", help="only reported; the model does not reason")
     add("--chat-template", default="", help="only reported; the model has one template")
@@ -134,6 +137,7 @@ def options_from(args: argparse.Namespace, role: Role, port: int, random_seed: i
         kv_events_config=args.kv_events_config,
         sampling_defaults=args.sampling_defaults,
         enable_deterministic_inference=args.enable_deterministic_inference,
+        sampling_secret=args.sampling_secret,
         incremental_streaming_output=args.incremental_streaming_output,
         reasoning_parser=args.reasoning_parser,
         chat_template=args.chat_template,

@@ -42,7 +42,7 @@ class Engine:
         self.requests_total = 0
         self.prompt_tokens_total = 0
         self.aborted_total = 0
-        self.secret = secrets.token_bytes(32)
+        self.secret = options.sampling_secret or secrets.token_bytes(32)
         shared = Shared(options, self.timeouts, self.secret, self.holds, self.faults, self._ended)
         self.ranks = [Rank(number, shared) for number in range(options.dp_size)]
         self._turn = 0

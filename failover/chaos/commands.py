@@ -90,7 +90,7 @@ def plans(
             server = EmulatedServer(
                 role,
                 speed=plan.speed,
-                arguments=("--profile", plan.profile, *plan.engine_flags, *flags, *links.engine_flags(name)),
+                arguments=(*_own_flags(name, plan), *plan.engine_flags, *flags, *links.engine_flags(name)),
                 port=addresses.ports[name],
                 bootstrap_port=addresses.bootstrap_ports.get(name) or free_port(),
             )
@@ -99,6 +99,11 @@ def plans(
         url = addresses.url(name)
         command = partial(_gateway, name, plan, addresses, links)
         yield ChildPlan(name, "gateway", url, command, _answers(http, f"{url}/health"))
+
+
+def _own_flags(name: str, plan: FleetPlan) -> tuple[str, ...]:
+    """One secret for all processes of an engine: whichever of them drew a token, the judge knows its key."""
+    return "--profile", plan.profile, "--sampling-secret", name.encode().hex()
 
 
 def _gateway(name: str, plan: FleetPlan, addresses: Addresses, links: Links) -> Sequence[str]:

@@ -80,8 +80,9 @@ class Driver:
             self.asked += 1
 
     async def finish(self, within_s: float) -> int:
-        """Wait for the end of every client; how many had none within that time, and were given up."""
-        if self._clients:
+        """Wait for the end of every client; how many were given up, as nothing came to any of them for so long."""
+        before = -1
+        while self._clients and before != (before := self._progress()):
             await asyncio.wait(tuple(self._clients), timeout=within_s)
         hanging = dict(self._clients)
         for client, answer in hanging.items():
@@ -89,6 +90,10 @@ class Driver:
             client.cancel()
         await asyncio.gather(*hanging, return_exceptions=True)
         return len(hanging)
+
+    def _progress(self) -> int:
+        """A number that grows while clients read, and when one comes to its end."""
+        return self.asked - len(self._clients) + sum(len(answer.read) for answer in self._clients.values())
 
     async def stop(self) -> None:
         """Every client hangs up at once."""

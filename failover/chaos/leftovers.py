@@ -129,6 +129,10 @@ class Leftovers:
             return
         for name, value in gauges(text).items():
             self.counts[f"{name} of {gateway.name}"] = value
+        with contextlib.suppress(Unable):  # that is counted already
+            replicas = (await self._world.told(gateway.name, "/readyz"))["replicas"]
+            others = len(self._world.of("gateway")) - replicas["live"] if replicas is not None else 0
+            self.counts[f"gateways that {gateway.name} does not know of"] = max(0, others)
 
     def _count_open(self, gateway: Child) -> None:
         """Sockets of its clients, and those that it should have closed; gateways may ask each other whether they live.

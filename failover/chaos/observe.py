@@ -66,12 +66,10 @@ class Observer:
         if engine.role not in ENGINES:
             return
         told = await self._world.admin(engine.name, "GET", "/emulator/secret")
-        secret = Secret(engine.launched_s, bytes.fromhex(told["secret"]), told["deterministic"])
-        self._truth.secrets.setdefault(engine.name, []).append(secret)
+        self._truth.secrets[engine.name] = Secret(bytes.fromhex(told["secret"]), told["deterministic"])
 
     async def watch(self) -> None:
         """Sample ledgers and health until cancelled; the load begins now."""
-        self._truth.zero_s = self._world.zero_s
         engines, gateways = self._world.of(*ENGINES), self._world.of("gateway")
         await asyncio.gather(
             *(self._every(SAMPLE_S, self._sample, engine) for engine in engines),

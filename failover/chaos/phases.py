@@ -17,13 +17,13 @@ from failover.chaos.world import Unable, World
 _POLL_S = 0.02
 _ANSWER_S = 0.5
 """An engine that takes longer is asked again: it may stand still."""
-_HOLD_S = 20.0
+_HOLD_S = 5.0
 """Engines end holds by themselves then, so that none is left of what was cancelled, or asked of a frozen engine."""
 
 
 @dataclass(slots=True)
 class Held:
-    """A request that an engine holds at a phase until `release`, or for 20 s."""
+    """A request that an engine holds at a phase until `release`, or for 5 s."""
 
     world: World
     engine: str

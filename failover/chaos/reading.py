@@ -29,33 +29,26 @@ Told = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Secret:
-    """What the sampling keys of one process are made of; it was begun at `from_s`, by the loop's clock."""
+    """What the sampling keys of an engine are made of, whichever of its processes makes them."""
 
-    from_s: float
     key: bytes
     deterministic: bool
 
 
 @dataclass(slots=True)
 class Truth:
-    """What is known of the engines: what fits them, their names by the URLs that gateways know, their secrets.
-
-    `zero_s`: the time of the loop's clock that the times of answers count from.
-    """
+    """What is known of the engines: what fits them, their names by the URLs that gateways know, their secrets."""
 
     limits: parse.Limits
     names: Mapping[str, str] = field(default_factory=dict)
-    secrets: dict[str, list[Secret]] = field(default_factory=dict)
-    zero_s: float = 0.0
+    secrets: dict[str, Secret] = field(default_factory=dict)
 
     def name(self, url: str) -> str:
         return self.names.get(url, url)
 
-    def key(self, engine: str, rid: str, at_s: float, draw: Draw) -> bytes | None:
+    def key(self, engine: str, rid: str, draw: Draw) -> bytes | None:
         """What keys the tokens that an engine draws for `rid`; None where its secret is not known."""
-        known = self.secrets.get(engine, [])
-        secret = next((each for each in reversed(known) if each.from_s <= self.zero_s + at_s), None)
-        if secret is None:
+        if (secret := self.secrets.get(engine)) is None:
             return b"" if draw.greedy else None
         return draw.key(secret.key, rid, secret.deterministic)
 
@@ -124,8 +117,8 @@ def _attempts(answer: Answer, told: Told | None, index: int, draw: Draw, truth: 
         began_s = answer.sent_s + each["decided_s"]
         ended_s = None if each["ended_s"] is None else answer.sent_s + each["ended_s"]
         prefill, decode_name = truth.name(each["prefill"]), truth.name(each["decode"])
-        prefill_key = truth.key(prefill, each["rid"], began_s, draw)
-        decode_key = truth.key(decode_name, each["rid"], began_s, draw)
+        prefill_key = truth.key(prefill, each["rid"], draw)
+        decode_key = truth.key(decode_name, each["rid"], draw)
         if prefill_key is None or decode_key is None:
             return None
         own = (each["rid"], int(each["room"]), prefill, decode_name, began_s, ended_s)

@@ -20,6 +20,7 @@ from failover.chaos.history import Ending
 from failover.chaos.load import Asked
 
 PATH = "/v1/chat/completions"
+STEADY_S, STEADY_EVENTS = 0.1, 12
 Plays = Callable[[web.Request, web.StreamResponse], Awaitable[None]]
 
 
@@ -88,6 +89,15 @@ async def endless(request: web.Request, response: web.StreamResponse) -> None:
     for number in range(3):
         await response.write(event(number))
     await asyncio.sleep(60)
+
+
+async def steady(request: web.Request, response: web.StreamResponse) -> None:
+    """It takes longer than anybody waits for silence, and is never silent for so long."""
+    await response.prepare(request)
+    for number in range(STEADY_EVENTS - 1):
+        await response.write(event(number))
+        await asyncio.sleep(STEADY_S)
+    await response.write(b"data: [DONE]\n\n")
 
 
 async def silent(request: web.Request, response: web.StreamResponse) -> None:
@@ -256,6 +266,16 @@ async def test_an_answer_without_an_end_is_given_up_and_has_none(http: aiohttp.C
         await _until(lambda: gateway.left == 1)
     [answer] = run.over
     assert (answer.ending, answer.hung, len(answer.read)) == (Ending.CUT, True, 3)
+
+
+async def test_an_answer_that_still_comes_is_waited_for(http: aiohttp.ClientSession) -> None:
+    gateway = Gateway("gateway0", steady)
+    async with served(gateway):
+        run = Run(http, [(gateway.name, gateway.url)])
+        await run.driver.play([asked()])
+        assert await run.driver.finish(STEADY_S * 4) == 0
+    [answer] = run.over
+    assert (answer.ending, answer.hung, len(answer.read)) == (Ending.WHOLE, False, STEADY_EVENTS)
 
 
 async def test_a_connection_that_breaks_is_no_end(http: aiohttp.ClientSession) -> None:

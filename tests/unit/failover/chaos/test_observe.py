@@ -28,7 +28,7 @@ from failover.chaos.world import Unable
 LIMITS = limits_of(FleetPlan())
 PROMPT = "tell me more of the sea"
 TOKENS = 12
-OLD, NEW = b"old secret", b"new secret"
+SECRET, OTHER = b"its secret", b"another's"
 URLS = {"http://p": "prefill0", "http://d": "decode0"}
 
 
@@ -41,9 +41,8 @@ def ids_of(prompt: str, tokens: int, prefill_key: bytes = b"", decode_key: bytes
     return found
 
 
-def truth(zero_s: float = 0.0) -> Truth:
-    secrets = {name: [Secret(0.0, OLD, False), Secret(5.0, NEW, False)] for name in URLS.values()}
-    return Truth(LIMITS, URLS, secrets, zero_s)
+def truth() -> Truth:
+    return Truth(LIMITS, URLS, {name: Secret(SECRET, False) for name in URLS.values()})
 
 
 def told(rid: str = "rid0", decided_s: float = 0.1, ended_s: float | None = 0.5, index: int = 0) -> dict[str, Any]:
@@ -115,13 +114,13 @@ def test_one_wrong_event_is_seen() -> None:
     assert violations(request(answer, [told()], truth()))
 
 
-@pytest.mark.parametrize(("zero_s", "secret"), [(0.0, OLD), (4.5, NEW), (3.8, OLD)])
-def test_a_sampled_answer_is_keyed_by_the_process_that_ran_then(zero_s: float, secret: bytes) -> None:
-    """Attempts began at 1.1 of the run; the process was begun anew at 5.0 of the clock."""
-    key = sampling_key(secret, "rid0")
+def test_a_sampled_answer_is_keyed_by_its_engine_and_its_attempt() -> None:
+    key, other = sampling_key(SECRET, "rid0"), sampling_key(OTHER, "rid0")
     answer = chat_answer(ids_of(CHATTED, TOKENS, key, key), temperature=1.0)
-    assert violations(request(answer, [told()], truth(zero_s))) == []
-    assert violations(request(answer, [told(rid="rid1")], truth(zero_s)))
+    assert violations(request(answer, [told()], truth())) == []
+    assert violations(request(answer, [told(rid="rid1")], truth()))
+    elsewhere = chat_answer(ids_of(CHATTED, TOKENS, key, other), temperature=1.0)
+    assert violations(request(elsewhere, [told()], truth()))
 
 
 def test_what_nobody_tells_of_is_judged_only_where_it_is_greedy() -> None:
@@ -216,7 +215,7 @@ class FakeWorld:
         return [self.gateway] if "gateway" in roles else []
 
     async def admin(self, name: str, method: str, path: str) -> Mapping[str, Any]:
-        return {"secret": OLD.hex(), "deterministic": False}
+        return {"secret": SECRET.hex(), "deterministic": False}
 
     async def told_of(self, path: str) -> Mapping[str, Any]:
         rid = path.rpartition("/")[2]
@@ -281,7 +280,7 @@ async def test_a_gateway_that_knows_nothing_is_at_fault_only_while_it_lives() ->
 
 async def test_a_gateway_may_tell_at_the_end_what_it_could_not_tell_before() -> None:
     world = FakeWorld()
-    key = sampling_key(OLD, "rid0")
+    key = sampling_key(SECRET, "rid0")
     seen, answer = observer(world), chat_answer(ids_of(CHATTED, TOKENS, key, key), temperature=1.0)
     seen._truth = truth()
     seen.ended(answer)
@@ -296,7 +295,7 @@ async def test_a_gateway_may_tell_at_the_end_what_it_could_not_tell_before() -> 
 @pytest.mark.parametrize("early", [True, False])
 async def test_streams_of_gateways_that_may_die_are_asked_about_early(early: bool) -> None:
     world = FakeWorld()
-    key = sampling_key(OLD, "rid0")
+    key = sampling_key(SECRET, "rid0")
     seen, answer = observer(world, early=early), chat_answer(ids_of(CHATTED, TOKENS, key, key), temperature=1.0)
     seen._truth = truth()
     world.explains[answer.rid] = [told()]
@@ -321,7 +320,7 @@ async def test_a_started_engine_is_asked_for_its_secret() -> None:
 
     await world.on_start(Engine())
     await world.on_start(Gateway("gateway0"))
-    assert seen._truth.secrets == {"decode0": [Secret(99.0, OLD, False)]}
+    assert seen._truth.secrets == {"decode0": Secret(SECRET, False)}
 
 
 async def _rest() -> None:
