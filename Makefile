@@ -13,7 +13,7 @@ SGLANG := PDGATE_SGLANG_DIR="$(SGLANG_DIR)"
 help:
 	@echo 'make demo       install, then a fleet of emulated servers, a gateway, and kills; every answer checked'
 	@echo 'make check      lint, types, unit and property tests'
-	@echo 'make test       check + contract + browser + scenarios on real processes'
+	@echo 'make test       check + contract + browser + scenarios on real processes + eight chaos scenarios'
 	@echo 'make chaos      every scenario of examples/chaos, its short form; SEEDS=5 for more'
 	@echo 'make flaky PATHS=tests/...  each file in four copies at once, three times: what fails on a busy machine'
 	@echo 'make test-long  every criterion at its full size'
@@ -72,6 +72,7 @@ chaos-quick: $(VENV)/installed-dev
 test: check
 	@$(BESIDE) contract browser
 	@$(MAKE) --no-print-directory scenarios
+	@$(MAKE) --no-print-directory chaos-quick
 
 sglang:
 	PYTHON=$(PYTHON) tests/sglang_cpu/install.sh "$(SGLANG_DIR)"
@@ -91,6 +92,7 @@ flaky: $(VENV)/installed-dev
 
 test-long: $(VENV)/installed-dev
 	$(BIN)/pytest tests -m long --timeout 3600
+	$(BIN)/pdgate chaos run examples/chaos --long --seeds 5 --resume --out chaos-records
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

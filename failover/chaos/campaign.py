@@ -30,7 +30,10 @@ from failover.chaos.world import Unable
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One run to do. `again`: the command that does it again; `out`: where its record goes; `fleet`: a real one."""
+    """One run to do. `again`: the command that does it again; `out`: where its record goes; `fleet`: a real one.
+
+    `resume`: where its record is there, from before an interruption, that is judged instead.
+    """
 
     scenario: Scenario
     seed: int
@@ -38,6 +41,7 @@ class Job:
     again: str
     out: Path | None = None
     fleet: RealFleet | None = None
+    resume: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +127,9 @@ async def carry_out(jobs: Sequence[Job], report: Report) -> None:
     keys, status = stop_key.pressed(stop.set), Console(stderr=True).status("")
     with _stopped_by_signals(stop), keys as can_press, status:
         for job in jobs:
+            if (kept := _kept(job)) is not None:
+                report.add(kept, judge(kept), job.again)
+                continue
             record, judgement = await _one(job, status, stop, f" ({stop_key.KEY} stops it)" if can_press else "")
             report.add(record, judgement, job.again)
             if stop.is_set():
@@ -149,6 +156,16 @@ async def _one(job: Job, status: Status, stop: asyncio.Event, hint: str) -> tupl
     if job.out is not None:
         record_file.write(record, job.out)
     return record, judge(record)
+
+
+def _kept(job: Job) -> Record | None:
+    """The whole record of this very run, where it is to be used; a scenario that was edited since is another run."""
+    if not job.resume or job.out is None or not job.out.exists():
+        return None
+    record = record_file.read(job.out)
+    made = record.scenario, record.seed, record.long, record.fleet, record.version
+    wanted = job.scenario, job.seed, job.long, job.fleet, version("pdgate")
+    return record if made == wanted and not record.stopped else None
 
 
 def _not_run(job: Job, problem: str, stopped: bool) -> tuple[Record, Judgement]:

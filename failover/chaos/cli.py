@@ -60,6 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", type=Path, metavar="HISTORY", help="write the record here, with several runs into a folder"
     )
     run.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
+    run.add_argument(
+        "--resume", action="store_true", help="with --out: go on; a run whose record is there is judged, not run again"
+    )
     check = add("check", _check, "judge records again")
     check.add_argument("histories", nargs="+", type=Path, metavar="HISTORY", help="records of --out")
     replay = add("replay", _replay, "run a record's scenario, seed and form again, and compare schedule and verdict")
@@ -94,6 +97,8 @@ def _run(args: argparse.Namespace) -> int:
     scenarios = _read(args.files)
     if args.quick and not (scenarios := [(file, each) for file, each in scenarios if each.quick]):
         raise UsageError("--quick: none of the scenarios is marked quick")
+    if args.resume and (args.out is None or args.dry_run):
+        raise UsageError("--resume: goes on where --out has records already; give --out, and no --dry-run")
     fleet = fleet_flags.read(args)
     for file, each in scenarios if fleet is not None else ():
         _check_possible(file, each, fleet)
@@ -109,7 +114,7 @@ def _run(args: argparse.Namespace) -> int:
     else:
         folder.mkdir(parents=True, exist_ok=True)
     jobs = [
-        Job(each, seed, args.long, _again(args, file, seed), _out(args, folder, each, seed), fleet)
+        Job(each, seed, args.long, _again(args, file, seed), _out(args, folder, each, seed), fleet, args.resume)
         for file, each, seed in chosen
     ]
     asyncio.run(carry_out(jobs, report))

@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -173,6 +174,26 @@ def made(name: str) -> Scenario:
     from failover.chaos import scenario_file
 
     return scenario_file.parse(TOML, name, FAULTS)
+
+
+def test_what_was_interrupted_goes_on(fake: Runner, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fake.made = replace(fake.made, version=version("pdgate"))
+    resumed = ("run", "two", "--seeds", "2", "--out", "kept", "--resume")
+    assert chaos(*resumed) == 0
+    assert len(fake.runs) == 4, "there was nothing to go on from"
+    (folder / "kept/a-seed2.json.gz").unlink()
+    stopped = folder / "kept/b-seed1.json.gz"
+    record_file.write(replace(record_file.read(stopped), stopped=True), stopped)
+    fake.runs.clear()
+    assert chaos(*resumed) == 0
+    assert fake.runs == [("a", 2, False), ("b", 1, False)]
+    assert capsys.readouterr().out.splitlines()[-1] == "2 scenarios, 2 seeds: 0 violations"
+    (folder / "two/a.toml").write_text(TOML.replace("prefill0", "prefill1"))
+    fake.runs.clear()
+    assert chaos(*resumed) == 0
+    assert fake.runs == [("a", 1, False), ("a", 2, False)], "a scenario that was edited is another"
+    assert chaos("run", "two", "--resume") == 2
+    assert "--out" in capsys.readouterr().err
 
 
 def test_the_page_is_of_all_runs(fake: Runner, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
