@@ -23,6 +23,8 @@ UNTOLD_ROOM = 2**62
 _ABORTED = re.compile(r"Decode transfer failed.*Aborted by AbortReq", re.DOTALL)
 """What a decode says of a request that it was told to drop while its KV came. Before that it has the same words for a
 prefill that it cannot reach."""
+_FAILED = re.compile(r"(Prefill|Decode) \w+ failed")
+"""Failures on the way; `/generate` tells them as it tells aborts."""
 Told = Sequence[Mapping[str, Any]]
 """Attempts as `/pdgate/explain` shows them."""
 
@@ -129,7 +131,11 @@ def _attempts(answer: Answer, told: Told | None, index: int, draw: Draw, truth: 
 def was_aborted(told: Mapping[str, Any]) -> bool:
     """Whether a decode said so; a gateway that lets go of an attempt itself notes no failure of it any more."""
     failed = [each for each in told["outcomes"] if each["leg"] == Leg.DECODE]
-    return any(each["kind"] == FailureKind.ABORTED or _ABORTED.search(each["message"]) for each in failed)
+    return any(
+        _ABORTED.search(each["message"])
+        or (each["kind"] == FailureKind.ABORTED and not _FAILED.search(each["message"]))
+        for each in failed
+    )
 
 
 class Events:

@@ -96,6 +96,9 @@ def test_a_true_answer_is_read_as_such() -> None:
         ("decode", "reset", "Aborted", False),
         ("decode", "status", "Decode transfer failed for request\n...: Aborted by AbortReq.", True),
         ("decode", "status", "Decode handshake failed for request ...: Aborted by AbortReq.", False),
+        ("decode", "aborted", "Decode handshake failed for request ...: Aborted by AbortReq.", False),
+        ("decode", "aborted", "Decode transfer failed for request\n...: Aborted by AbortReq.", True),
+        ("decode", "aborted", "Decode transfer failed for request ...: Lost connection", False),
     ],
 )
 def test_who_was_aborted_by_others_is_known_by_its_decodes_words(
