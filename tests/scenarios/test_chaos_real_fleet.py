@@ -35,8 +35,12 @@ prompt_tokens = [20, 40]
 output_tokens = [100, 400]
 [[faults]]
 fault = "reset"
-target = "all gateway0>decode*"
-at_s = 0.7
+target = "gateway0>decode1"
+at_s = 0.6
+[[faults]]
+fault = "reset"
+target = "gateway0>decode0"
+at_s = 2.0
 [[faults]]
 fault = "silent"
 target = "gateway0>decode0"
@@ -77,7 +81,7 @@ def without_reference(file: Path) -> Path:
 async def fleet_file(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Path]:
     """Of a prefill and two decodes behind a gateway, which finds them at the proxies of a run only."""
     folder, ports = tmp_path_factory.mktemp("fleet"), [free_port() for _ in LINKS]
-    servers = [WarmServer(role, speed=SPEED / 4) for role in (Role.PREFILL, Role.DECODE, Role.DECODE)]
+    servers = [WarmServer(role, speed=SPEED / 20) for role in (Role.PREFILL, Role.DECODE, Role.DECODE)]
     async with contextlib.AsyncExitStack() as stack:
         for server in servers:
             stack.push_async_callback(server.stop)
