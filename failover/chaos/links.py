@@ -44,7 +44,27 @@ class ClientLink:
         self._broke_s.append(self._now_s())
 
 
-class Links:
+class NamedLinks:
+    """Proxies by the names of their links, and which of them are of clients."""
+
+    def __init__(self, proxies: Mapping[str, TcpProxy], now_s: Callable[[], float]) -> None:
+        self._proxies = proxies
+        clients = {name: proxy for name, proxy in proxies.items() if name.startswith("client>")}
+        self._clients = {name: ClientLink(proxy, now_s) for name, proxy in clients.items()}
+
+    def named(self, name: str) -> Link:
+        """Unable where there is no proxy."""
+        if name not in self._proxies:
+            raise Unable(f"there is no proxy in the link {name}")
+        return self._clients.get(name) or self._proxies[name]
+
+    def broke(self, gateway: str, from_s: float, to_s: float) -> bool:
+        """Whether the link to a gateway broke all that its clients had open at some moment between."""
+        link = self._clients.get(f"client>{gateway}")
+        return link is not None and link.broke(from_s, to_s)
+
+
+class Links(NamedLinks):
     """The proxies by the names of their links. `pid_of` tells a gateway's process, 0 while it has none."""
 
     def __init__(
@@ -64,14 +84,12 @@ class Links:
             behind = {end for start, end in map(_ends, wanted) if start in self._gateways and end != "redis"}
             self._ports |= {engine: free_port() for engine in sorted(behind)}
             wanted = {*wanted, *(f"{gateway}>{engine}" for gateway in self._gateways for engine in behind)}
-        self._proxies = {name: TcpProxy(HOST, self._target(name), rng) for name in sorted(wanted)}
+        super().__init__({name: TcpProxy(HOST, self._target(name), rng) for name in sorted(wanted)}, now_s)
         self._doors = {
             engine: Door({each: self._proxies[f"{each}>{engine}"] for each in self._gateways}, pid_of)
             for engine in self._ports
             if ">" not in engine
         }
-        clients = {name: proxy for name, proxy in self._proxies.items() if name.startswith("client>")}
-        self._clients = {name: ClientLink(proxy, now_s) for name, proxy in clients.items()}
         engines = (*addresses.of("prefill"), *addresses.of("decode"))
         self.names: Mapping[str, str] = {
             self.engine_url(gateway, engine): engine for engine in engines for gateway in self._gateways
@@ -96,17 +114,6 @@ class Links:
             door.close()
         for proxy in self._proxies.values():
             await proxy.stop()
-
-    def named(self, name: str) -> Link:
-        """Unable where there is no proxy."""
-        if name not in self._proxies:
-            raise Unable(f"there is no proxy in the link {name}")
-        return self._clients.get(name) or self._proxies[name]
-
-    def broke(self, gateway: str, from_s: float, to_s: float) -> bool:
-        """Whether the link to a gateway broke all that its clients had open at some moment between."""
-        link = self._clients.get(f"client>{gateway}")
-        return link is not None and link.broke(from_s, to_s)
 
     def client_url(self, gateway: str) -> str:
         """Where clients find a gateway."""

@@ -17,7 +17,7 @@ from typing import Any, Self
 import aiohttp
 import orjson
 
-from failover.chaos.links import ClientLink
+from failover.chaos.links import NamedLinks
 from failover.chaos.proxy import HOST, TcpProxy
 from failover.chaos.real_fleet import RealFleet, address, host_and_port
 from failover.chaos.record import Instance, Mark
@@ -30,14 +30,13 @@ _DENIED = (401, 403)
 _NOT_OURS = "a real fleet is only looked at, and only its links can be broken"
 
 
-class RealLinks:
+class RealLinks(NamedLinks):
     """The proxies by the names of their links: one on each address of the fleet file, and those of `wanted` clients."""
 
     def __init__(self, fleet: RealFleet, wanted: Collection[str], rng: Random, now_s: Callable[[], float]) -> None:
         self._fleet = fleet
         clients = [name for name in wanted if name.startswith("client>")]
-        self._proxies = {name: self._proxy(name, rng) for name in (*fleet.proxies, *clients)}
-        self._clients = {name: ClientLink(self._proxies[name], now_s) for name in clients}
+        super().__init__({name: self._proxy(name, rng) for name in (*fleet.proxies, *clients)}, now_s)
         self._ports: dict[str, int] = {}
 
     def _proxy(self, name: str, rng: Random) -> TcpProxy:
@@ -57,11 +56,6 @@ class RealLinks:
         for proxy in self._proxies.values():
             await proxy.stop()
 
-    def named(self, name: str) -> Link:
-        if name not in self._proxies:
-            raise Unable(f"there is no proxy in the link {name}")
-        return self._clients.get(name) or self._proxies[name]
-
     def unused(self, name: str) -> bool:
         """Whether nobody has come by it yet."""
         return self._proxies[name].connections_total == 0
@@ -70,10 +64,6 @@ class RealLinks:
         """Where clients find a gateway: at the proxy, where its link is to be broken."""
         port = self._ports.get(f"client>{gateway}")
         return f"http://{HOST}:{port}" if port else self._fleet.targets[gateway][1].rstrip("/")
-
-    def broke(self, gateway: str, from_s: float, to_s: float) -> bool:
-        link = self._clients.get(f"client>{gateway}")
-        return link is not None and link.broke(from_s, to_s)
 
 
 class RealWorld:
