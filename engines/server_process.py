@@ -13,8 +13,9 @@ import os
 import signal
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from random import SystemRandom
 from types import TracebackType
 from typing import Self
 
@@ -26,23 +27,33 @@ READY_TIMEOUT_S = 30.0
 _POLL_S = 0.03
 _STOP_TIMEOUT_S = 5.0
 _PR_SET_PDEATHSIG = 1
+_PORTS = range(15_000, 32_000)
 
 
 class ServerFailed(RuntimeError):
     """A server ended, or did not become ready in time."""
 
 
-def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Ports that were free a moment ago, all different."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sockets = [socket.socket(family) for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind((host, 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
+def free_ports(count: int, host: str = "127.0.0.1", *, taken: Collection[int] = ()) -> list[int]:
+    """Ports that were free a moment ago, all different; at random, so that programs beside each other do not meet.
+
+    They lie below those that the kernel gives clients: nobody takes one while its server is still, or again, starting.
+    `taken` are somebody's who does not listen yet. Raises ServerFailed where too few are free.
+    """
+    family, chance = socket.AF_INET6 if ":" in host else socket.AF_INET, SystemRandom()
+    with contextlib.ExitStack() as bound:
+        found: dict[int, None] = {}
+        for port in chance.sample(_PORTS, len(_PORTS)):
+            if len(found) == count:
+                break
+            if port in taken:
+                continue
+            with contextlib.suppress(OSError):
+                bound.enter_context(socket.socket(family)).bind((host, port))
+                found[port] = None
+    if len(found) < count:
+        raise ServerFailed(f"{len(found)} of {count} ports from {_PORTS.start} to {_PORTS.stop - 1} are free")
+    return list(found)
 
 
 def die_with_parent() -> None:

@@ -7,7 +7,6 @@ import contextlib
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -15,13 +14,13 @@ from dataclasses import dataclass
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from random import SystemRandom
 from typing import TYPE_CHECKING
 
 import aiohttp
 
 from engines.emulator.process import EmulatedServer
 from engines.emulator.tokenizer_files import FOLDER
+from engines.server_process import free_ports
 from engines.types import Role
 from failover.chaos.children import ChildPlan
 from failover.chaos.scenario import FleetPlan
@@ -34,21 +33,8 @@ HOST = "127.0.0.1"
 PROBES_S = 0.4
 """How often gateways probe: emulated engines restart faster than real ones."""
 EXPLAIN_RING = 20_000
-_PORTS = range(15_000, 32_000)
-"""Below those that clients are given: none of these takes a port while its process is started again."""
 _PROBE_S = 1.0
 _OLDEST_REDIS = (6, 2)
-
-
-def free_port() -> int:
-    """A port that was free a moment ago; at random, so that runs beside each other do not meet."""
-    chance = SystemRandom()
-    for _ in range(1_000):
-        port = chance.choice(_PORTS)
-        with contextlib.suppress(OSError), socket.socket() as bound:
-            bound.bind((HOST, port))
-            return port
-    raise Unable(f"no port from {_PORTS.start} to {_PORTS.stop} is free")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +51,11 @@ class Addresses:
         gateways = [f"gateway{number}" for number in range(plan.gateways)]
         shared = ["redis"] if plan.redis or plan.gateways > 1 else []
         names = (*shared, *prefills, *decodes, *gateways)
-        ports: set[int] = set()
-        while len(ports) < len(names) + len(prefills):
-            ports.add(free_port())
-        each = iter(ports)
+        each = iter(free_ports(len(names) + len(prefills), HOST))
         return Addresses(dict(zip(names, each, strict=False)), dict(zip(prefills, each, strict=False)))
+
+    def all(self) -> set[int]:
+        return {*self.ports.values(), *self.bootstrap_ports.values()}
 
     def url(self, name: str) -> str:
         return f"http://{HOST}:{self.ports[name]}"
@@ -92,7 +78,7 @@ def plans(
                 speed=plan.speed,
                 arguments=(*_own_flags(name, plan), *plan.engine_flags, *flags, *links.engine_flags(name)),
                 port=addresses.ports[name],
-                bootstrap_port=addresses.bootstrap_ports.get(name) or free_port(),
+                bootstrap_port=addresses.bootstrap_ports.get(name) or free_ports(1)[0],
             )
             yield ChildPlan(name, role.value, server.url, server.command, _answers(http, f"{server.url}/ready"))
     for name in addresses.of("gateway"):

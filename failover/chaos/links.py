@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from random import Random
 
-from failover.chaos.commands import HOST, Addresses, free_port
+from engines.server_process import free_ports
+from failover.chaos.commands import HOST, Addresses
 from failover.chaos.door import Door
 from failover.chaos.proxy import TcpProxy
 from failover.chaos.world import PLAIN, Link, LinkRule, Unable
@@ -77,13 +78,15 @@ class Links(NamedLinks):
     ) -> None:
         self._addresses = addresses
         self._gateways = addresses.of("gateway")
-        self._ports = {name: free_port() for name in wanted}
-        """Where proxies listen, and (by the name of an engine) doors."""
-        self._kv_ports = {end: free_port() for start, end in map(_ends, wanted) if start.startswith("prefill")}
+        sources = {end for start, end in map(_ends, wanted) if start.startswith("prefill")}
+        behind: set[str] = set()
         if len(self._gateways) > 1:
             behind = {end for start, end in map(_ends, wanted) if start in self._gateways and end != "redis"}
-            self._ports |= {engine: free_port() for engine in sorted(behind)}
-            wanted = {*wanted, *(f"{gateway}>{engine}" for gateway in self._gateways for engine in behind)}
+        ports = iter(free_ports(len(wanted) + len(sources) + len(behind), HOST, taken=addresses.all()))
+        self._ports = dict(zip([*wanted, *sorted(behind)], ports, strict=False))
+        """Where proxies listen, and (by the name of an engine) doors."""
+        self._kv_ports = dict(zip(sorted(sources), ports, strict=True))
+        wanted = {*wanted, *(f"{gateway}>{engine}" for gateway in self._gateways for engine in behind)}
         super().__init__({name: TcpProxy(HOST, self._target(name), rng) for name in sorted(wanted)}, now_s)
         self._doors = {
             engine: Door({each: self._proxies[f"{each}>{engine}"] for each in self._gateways}, pid_of)

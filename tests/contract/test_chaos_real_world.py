@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -15,6 +14,7 @@ import pytest
 from aiohttp import ClientSession, web
 
 from engines import tasks
+from engines.server_process import free_ports
 from failover.chaos import real_run
 from failover.chaos.fleet_file import of_urls
 from failover.chaos.invariants import judge
@@ -98,13 +98,7 @@ def world(fleet: RealFleet, *befallen: str, stop: asyncio.Event | None = None) -
 
 def with_decode(fleet: RealFleet) -> RealFleet:
     """With a decode behind a proxy, which is the gateway itself."""
-    return replace(fleet, decodes=fleet.gateways, proxies={LINK: f"127.0.0.1:{free_port()}"})
-
-
-def free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return int(bound.getsockname()[1])
+    return replace(fleet, decodes=fleet.gateways, proxies={LINK: f"127.0.0.1:{free_ports(1)[0]}"})
 
 
 async def reason(fleet: RealFleet, *befallen: str, stop: asyncio.Event | None = None) -> str:
@@ -159,7 +153,7 @@ async def test_an_engine_that_is_not_ready_behind_its_proxy() -> None:
 
 
 async def test_nobody_answers() -> None:
-    fleet = replace(of_urls([f"http://127.0.0.1:{free_port()}"], []), ready_s=0.3)
+    fleet = replace(of_urls([f"http://127.0.0.1:{free_ports(1)[0]}"], []), ready_s=0.3)
     assert "after 0.3 s: gateway0 does not answer at http://127.0.0.1:" in await reason(fleet)
 
 

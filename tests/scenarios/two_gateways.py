@@ -14,6 +14,7 @@ from engines.tasks import spawn
 from engines.types import Role
 from failover.chaos.proxy import TcpProxy
 from failover.chaos.world import LinkRule
+from failover.journal import FailoverKeys
 from tests.machine import time_limit
 from tests.redis_servers import RedisServer, free_port
 from tests.scenarios.client import CHAT, Answer, ask, chat, expected_text, new_prompt
@@ -118,12 +119,13 @@ async def hold(cluster: Replicated, gateway: GatewayProcess, phase: Phase, strea
 
 
 async def hold_all(cluster: Replicated, gateway: GatewayProcess) -> list[Held]:
-    """One request for each of HELD, all in the journal."""
+    """One request for each of HELD, all in the journal, as Redis has it."""
     held = [await hold(cluster, gateway, phase, stream) for phase, stream in HELD]
+    name = (await cluster.get("/pdgate/replica", gateway))["replica"]
 
     async def missing() -> str:
-        journaled = await cluster.of(gateway, "pdgate_attempts_journaled")
-        return "" if journaled == len(held) else f"{journaled:g} of {len(held)} are in the journal"
+        journaled = cluster.redis.ask("HLEN", FailoverKeys("pdgate", "default").attempts(name))
+        return "" if journaled == len(held) else f"{journaled} of {len(held)} are in the journal"
 
     await eventually(missing, 2.0)
     return held
