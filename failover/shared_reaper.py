@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from math import inf
 from random import Random
 from typing import Any
 
@@ -48,7 +49,7 @@ class SharedReaper:
     """`start` and `stop` once each. `probe` and `abort` reach other gateways and servers.
 
     `fenced` is called when this replica was declared dead: it must end what it serves. From then until the new name is
-    in Redis `is_fenced` is true, and nothing new may begin.
+    in Redis `is_fenced` is true, and nothing new may begin: `sure` waits for that.
     """
 
     def __init__(
@@ -80,6 +81,10 @@ class SharedReaper:
         self._probing: dict[str, asyncio.Task[None]] = {}
         self._reaping: dict[str, asyncio.Task[None]] = {}
         self._wake = asyncio.Event()
+        self._looked = asyncio.Event()
+        """Set when the next look has ended, well or not; then another takes its place."""
+        self._looked_s = -inf
+        """When the last look that has ended had begun."""
         self._task: asyncio.Task[None] | None = None
         self.is_fenced = False
         self.live = 1
@@ -100,6 +105,26 @@ class SharedReaper:
     def absent(self) -> dict[str, Verdict]:
         """What is thought of those who are gone."""
         return dict(self._verdicts)
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether this replica may begin something: it is not fenced, nor was it away for longer than its lease.
+
+        Where it has looked and Redis was not there, it is sure: others see that it answers.
+        """
+        away_s = asyncio.get_running_loop().time() - self._looked_s
+        return not self.is_fenced and not LEASE_S < away_s < inf
+
+    async def sure(self, within_s: float) -> None:
+        """Wait, where it is not sure, for a look that begins from now on, and for the new name; at most so long."""
+        if self.is_sure:
+            return
+        asked_s = asyncio.get_running_loop().time()
+        self.look()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while self.is_fenced or self._looked_s < asked_s:
+                    await self._looked.wait()
 
     async def start(self) -> None:
         self._attempts.marked = self.look
@@ -128,6 +153,9 @@ class SharedReaper:
             except LinkTrouble:
                 self._watch = Watch()
                 pause_s = RETRY_S
+            self._looked_s = began_s
+            self._looked.set()
+            self._looked = asyncio.Event()
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(began_s + pause_s):
                     await self._wake.wait()

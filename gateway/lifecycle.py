@@ -69,6 +69,8 @@ async def handle(gw: Gateway, arrival: Arrival, client: Client) -> None:
     record = Record(public_id, arrival.api, "", gw.config.routing.shown, arrival.arrival_s)
     try:
         request = openai_api.parse(arrival.api, arrival.body)
+        if gw.replicas is not None:
+            await gw.replicas.sure()
         units = admit(gw, request)
         reply = Reply(client, request, public_id, int(gw.wall_clock_s()))
         record.model = request.model or next(iter(gw.fleet.models()), "")
@@ -181,7 +183,7 @@ async def _run_unit(
     course = Course(gw, story, unit, sink, prompt)
     view, tries, content = course.view(), Tries(), fingerprint(unit)
     while True:
-        async with gw.contents.trial(content) as trial:
+        async with gw.contents.trial(content, story.deadline_s) as trial:
             async with AsyncExitStack() as turns:
                 turn = await _turn(gw, story, unit, view, tries, turns)
                 decision = await _submit(gw, story, course, view, tries, pinned)

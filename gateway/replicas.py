@@ -49,6 +49,8 @@ REPLICA_PATH = "/pdgate/replica"
 _PROBE_S = 1.0
 _PROBE_LIMIT_BYTES = 10_000
 _ABORT_S = 2.0
+_SURE_S = 2.0
+"""So long a request waits for this gateway to know whether it was declared dead: it takes milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +261,10 @@ class Replicas:
     def is_fenced(self) -> bool:
         """Whether this replica was declared dead and is not another one yet: nothing new may begin."""
         return self._reaper.is_fenced
+
+    async def sure(self) -> None:
+        """Wait, after a standstill of its own or when fenced, until this replica may begin something; not for long."""
+        await self._reaper.sure(_SURE_S)
 
     def advertise(self, address: str) -> None:
         """Where others may ask whether this replica is there; empty: nobody can take it for dead from now on."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection
 from contextlib import suppress
+from math import inf
 from types import TracebackType
 from typing import Self
 
@@ -30,14 +31,14 @@ class ContentTrials:
         self._poison = poison
         self._waiting: dict[bytes, asyncio.Event] = {}
 
-    def trial(self, content: bytes) -> Trial:
-        """Of the next attempt at this content."""
-        return Trial(self, content)
+    def trial(self, content: bytes, deadline_s: float = inf) -> Trial:
+        """Of the next attempt at this content; its request's deadline."""
+        return Trial(self, content, deadline_s)
 
-    async def turn(self, content: bytes) -> bool:
+    async def turn(self, content: bytes, deadline_s: float) -> bool:
         """Wait until an attempt may begin, at most `TRIAL_S`; whether it took that. GatewayError if none may."""
         clock = asyncio.get_running_loop().time
-        until_s = clock() + TRIAL_S
+        until_s = min(clock() + TRIAL_S, deadline_s)
         while True:
             may = self.may_try(content)
             if may is May.NEVER:
@@ -64,13 +65,14 @@ class ContentTrials:
 class Trial:
     """One attempt at a content, until it is over and judged; entered when it may begin."""
 
-    def __init__(self, trials: ContentTrials, content: bytes) -> None:
+    def __init__(self, trials: ContentTrials, content: bytes, deadline_s: float) -> None:
         self._trials, self._suspects, self.content = trials, trials.suspects, content
+        self._deadline_s = deadline_s
         self._at_risk = self._has_waited = False
         self._in_doubt: set[Victim] = set()
 
     async def __aenter__(self) -> Self:
-        self._has_waited = await self._trials.turn(self.content)
+        self._has_waited = await self._trials.turn(self.content, self._deadline_s)
         return self
 
     async def __aexit__(

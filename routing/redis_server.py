@@ -27,6 +27,7 @@ from redis.exceptions import (
 
 from routing.redis_errors import RedisTrouble, trouble_of
 from routing.redis_url import Address, RedisUrl
+from routing.standstill import answered_by
 
 __all__ = ("AskError", "Connector", "MovedError", "NoScriptError", "ResponseError", "Server", "TryAgainError")
 
@@ -47,14 +48,14 @@ def pack(words: Words) -> bytes:
 class Connector:
     """Makes connections as one URL says. ValueError if a file of its certificates cannot be read."""
 
-    def __init__(self, url: RedisUrl, timeout_s: float, *, for_sentinels: bool = False) -> None:
+    def __init__(self, url: RedisUrl, *, for_sentinels: bool = False) -> None:
         self._common: dict[str, Any] = {
             "username": url.sentinel_username if for_sentinels else url.username,
             "password": url.sentinel_password if for_sentinels else url.password,
             "db": 0 if for_sentinels else url.db,
             "protocol": 2,  # streams as lists; one round trip less at connect
-            "socket_timeout": None,  # every exchange has one deadline of its own
-            "socket_connect_timeout": timeout_s,
+            "socket_timeout": None,  # every exchange has one deadline of its own, the connecting included
+            "socket_connect_timeout": None,
             "retry": Retry(NoBackoff(), 0),
             "client_name": "pdgate",
         }
@@ -237,12 +238,13 @@ class Server:
 
         A reply is raw, or the ResponseError that the server answered with, or a RedisTrouble where no reply came.
         `texts`: the scripts that they run, by SHA-1; `reload`: load them again, somebody has flushed them. `waiting`:
-        the command blocks in the server, so that nobody may wait behind it.
+        the command blocks in the server, so that nobody may wait behind it. What passed while this process stood still
+        says nothing of the server.
         """
         replies: list[Any] = []
         sent = False
         try:
-            async with asyncio.timeout_at(until_s), (self._reads if waiting else self._calls).borrow() as wire:
+            async with answered_by(until_s), (self._reads if waiting else self._calls).borrow() as wire:
                 sent = True
                 if reload:
                     wire.loaded.clear()

@@ -82,8 +82,8 @@ class Topology:
         self._url = url
         self._timeout_s = timeout_s
         self._rng = rng
-        self._connect = Connector(url, timeout_s)
-        self._connect_sentinel = Connector(url, timeout_s, for_sentinels=True) if url.service else self._connect
+        self._connect = Connector(url)
+        self._connect_sentinel = Connector(url, for_sentinels=True) if url.service else self._connect
         self._size = {"calls": calls, "reads": reads}
         self._servers: dict[Address, Server] = {}
         self._slots: list[Address | None] = []

@@ -9,6 +9,7 @@ import hashlib
 import inspect
 import itertools
 import shutil
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from random import Random
@@ -364,6 +365,26 @@ async def test_replies_that_come_late_are_slow_until_they_come_in_time(single: R
         await proxy.cut()
         await asyncio.sleep(0.05)
         assert await link.run(set_to(b"k", 4)) == b"4"
+    assert seen.troubles == [None, Trouble.SLOW, None]
+
+
+async def test_what_passed_while_this_process_stood_still_is_no_silence_of_redis(single: RedisServer) -> None:
+    seen = Seen()
+    async with linked(single.url, seen, timeout_s=TIMEOUT_S) as link:
+        await link.run(set_to(b"k", 1))
+        reading = asyncio.ensure_future(link.read({b"nothing": b"$"}, 0.01))
+        calls = [asyncio.ensure_future(link.run(set_to(b"k", at))) for at in (2, 3)]
+        await asyncio.sleep(0)  # they are sent, or about to be
+        time.sleep(4 * TIMEOUT_S)  # noqa: ASYNC251
+        assert await asyncio.gather(*calls, reading) == [b"2", b"3", {}]
+        async with frozen(single):
+            watch = Stopwatch()
+            late = asyncio.ensure_future(fails(link.run(set_to(b"k", 4))))
+            await asyncio.sleep(0)
+            time.sleep(2 * TIMEOUT_S)  # noqa: ASYNC251
+            assert (await late).kind is Trouble.SLOW, "once, and for as long"
+            assert watch.took_s() < 3 * TIMEOUT_S + 0.3
+        await until(lambda: link.state.trouble is None)
     assert seen.troubles == [None, Trouble.SLOW, None]
 
 

@@ -7,6 +7,7 @@ import signal
 
 import pytest
 
+from engines.tasks import spawn
 from failover.journal import FailoverKeys
 from failover.reaper import LEASE_S, WATCHED_S
 from tests.machine import time_limit
@@ -48,7 +49,12 @@ async def test_what_a_dead_gateway_ran_is_released(replicated: Replicated, numbe
     await replicated.release(of_b.hold)
     await of_b.whole()
     if number is signal.SIGSTOP:
+        early = [Early(replicated) for _ in range(5)]
+        await asyncio.sleep(0.2)
         replicated.a.send_signal(signal.SIGCONT)
+        for one in early:
+            async with time_limit(5.0):
+                (await one.task).check_whole(one.truth, attempts=1)
         for each in of_a:
             async with time_limit(5.0):
                 await check_ended(await each.task, each.truth)
@@ -65,6 +71,15 @@ async def test_what_a_dead_gateway_ran_is_released(replicated: Replicated, numbe
         for proxy in replicated.to_engines.values():
             proxy.reset()
         await asyncio.gather(*(each.task for each in of_a), return_exceptions=True)
+
+
+class Early:
+    """A request that A is sent while it is frozen."""
+
+    def __init__(self, replicated: Replicated) -> None:
+        prompt = new_prompt()
+        self.truth = expected_text(prompt, 5)
+        self.task = spawn(ask(replicated.http, replicated.a.url, chat(prompt, 5)), "early")
 
 
 async def check_ended(answer: Answer, truth: str) -> None:

@@ -38,13 +38,14 @@ class Fleet:
         self.wrote = 0
 
     async def run(self, script: str, keys: Sequence[bytes], args: Sequence[Any]) -> Any:
+        marked = keys[-1] in self.marked  # Redis is asked before it answers
         await asyncio.sleep(self.takes_s)
         if self.down:
             raise LinkTrouble("down")
         if script == "look_replicas":
             me, said = args[0], args[6:]
             self.looks.append((now_s(), list(said)))
-            if keys[4] in self.marked:
+            if marked:
                 return [1]
             rows = [[name.encode(), int(name not in self.gone), b"http://" + name.encode()] for name in self._all(me)]
             words = [f"{me} {name}" for name in said]
@@ -190,6 +191,50 @@ async def test_the_journal_is_written_anew_for_another_data_set_and_after_troubl
         fleet.down = False
         await asyncio.sleep(2.0)
         assert fleet.wrote == wrote + 2
+
+
+@timeless
+async def test_who_was_away_for_longer_than_its_lease_looks_before_it_begins_anything() -> None:
+    fleet = Fleet()
+    async with started(fleet) as one:
+        await asyncio.sleep(2.0)
+        assert await _sure_after_s(one) == 0.0
+        fleet.takes_s = LEASE_S + 1.0
+        await asyncio.sleep(LOOK_S + LEASE_S)
+        assert not one.reaper.is_sure
+        fleet.takes_s = 0.2
+        waiting = spawn(_sure_after_s(one), "waiting")
+        await asyncio.sleep(0.01)
+        fleet.marked.add(KEYS.reaped("me"))
+        assert (await waiting) < LEASE_S
+        assert (one.fenced, one.name.now) == (1, "me-2"), "not the answer of a look that had begun before counts"
+        assert one.reaper.is_sure, "it waited for the look under its new name, too"
+
+
+@timeless
+async def test_nobody_waits_for_a_redis_that_is_gone_nor_for_ever() -> None:
+    fleet = Fleet()
+    async with started(fleet) as one:
+        fleet.down = True
+        await asyncio.sleep(3 * LEASE_S)
+        assert await _sure_after_s(one) == 0.0
+        fleet.down, fleet.marked = False, {KEYS.reaped("me"), KEYS.reaped("me-2")}
+        fleet.takes_s = 0.1
+        while not one.fenced:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        fleet.takes_s = 60.0
+        await asyncio.sleep(0.5)
+        assert (one.name.now, one.reaper.is_fenced) == ("me-3", True)
+        assert await _sure_after_s(one) == pytest.approx(MOST_S)
+
+
+MOST_S = 20.0
+
+
+async def _sure_after_s(one: One) -> float:
+    began_s = now_s()
+    await one.reaper.sure(MOST_S)
+    return now_s() - began_s
 
 
 @timeless

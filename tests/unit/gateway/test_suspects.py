@@ -106,6 +106,17 @@ async def test_a_silent_attempt_is_not_waited_for_longer_than_it_may_take() -> N
 
 
 @timeless
+async def test_nobody_waits_beyond_the_deadline_of_the_request() -> None:
+    contents = trials()
+    await lost(contents, P0)
+    async with contents.trial(CONTENT) as silent:
+        assert silent.begins()
+        deadline_s = now_s() + TRIAL_S / 4
+        async with contents.trial(CONTENT, deadline_s):
+            assert now_s() == pytest.approx(deadline_s)
+
+
+@timeless
 async def test_what_ends_after_the_first_output_tells_of_no_other() -> None:
     contents = trials()
     async with contents.trial(CONTENT) as trial:
