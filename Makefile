@@ -54,7 +54,7 @@ contract: $(VENV)/installed-dev
 	$(BIN)/pytest tests/contract -m 'not long' -n 3 --dist loadfile
 
 scenarios: $(VENV)/installed-dev
-	$(BIN)/pytest tests/scenarios -m 'not long and not alone' -n 3 --dist loadfile
+	$(BIN)/pytest tests/scenarios -m 'not long and not alone' -n 3 --dist loadfile --no-loadscope-reorder
 	$(BIN)/pytest tests/scenarios -m 'alone and not long'
 
 check: $(VENV)/installed-dev
@@ -91,6 +91,7 @@ flaky: $(VENV)/installed-dev
 	$(BIN)/python -m tests.flaky $(PATHS)
 
 test-long: $(VENV)/installed-dev
+	$(BIN)/pytest tests/unit tests/property -m 'not long' --hypothesis-profile many -n 2 --timeout 3600
 	$(BIN)/pytest tests -m long --timeout 3600
 	$(BIN)/pdgate chaos run examples/chaos --long --seeds 5 --resume --out chaos-records
 

@@ -15,7 +15,7 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from random import SystemRandom
+from random import Random
 from types import TracebackType
 from typing import Self
 
@@ -28,6 +28,7 @@ _POLL_S = 0.03
 _STOP_TIMEOUT_S = 5.0
 _PR_SET_PDEATHSIG = 1
 _PORTS = range(15_000, 32_000)
+_TRIES = 100
 
 
 class ServerFailed(RuntimeError):
@@ -40,13 +41,13 @@ def free_ports(count: int, host: str = "127.0.0.1", *, taken: Collection[int] = 
     They lie below those that the kernel gives clients: nobody takes one while its server is still, or again, starting.
     `taken` are somebody's who does not listen yet. Raises ServerFailed where too few are free.
     """
-    family, chance = socket.AF_INET6 if ":" in host else socket.AF_INET, SystemRandom()
+    family, chance = socket.AF_INET6 if ":" in host else socket.AF_INET, Random()
     with contextlib.ExitStack() as bound:
         found: dict[int, None] = {}
-        for port in chance.sample(_PORTS, len(_PORTS)):
+        for _ in range(count * _TRIES):
             if len(found) == count:
                 break
-            if port in taken:
+            if (port := chance.choice(_PORTS)) in taken:
                 continue
             with contextlib.suppress(OSError):
                 bound.enter_context(socket.socket(family)).bind((host, port))

@@ -19,6 +19,9 @@ TRUE_ANSWERS = "true_answers"
 UNSEEN: Mapping[str, str] = {
     "nothing_left_on_engines": "real engines do not tell whose KV they hold",
     "dead_gateways_attempts_released": "real engines do not tell whose KV they hold",
+    "let_go": "real engines do not tell whose KV they hold",
+    "not_again": "what real engines answered is not read",
+    "safe_to_ask_again": "gateways of others have other ways to refuse",
     "deaths": "the processes of a real fleet are not ours to watch",
 }
 """What cannot be seen of any real fleet."""

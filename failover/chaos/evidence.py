@@ -25,6 +25,16 @@ _FOUND_OUT_S = 5.0
 _BY_A_FAULT = frozenset({"die_at_token"})
 """Faults of which one process dies by itself, while they are on."""
 
+_HINDERS_NOBODY = frozenset(
+    {
+        *("error_500", "error_400", "abort_in_200", "error_mid_stream", "leak", "drain"),
+        *("reset", "cut", "disk_full"),
+    }
+)
+"""Faults after and under which an engine hears what it is told, and does it."""
+_UNANSWERED_S = 30.0
+"""How long a decode of SGLang keeps pages of an aborted transfer whose prefill does not answer."""
+
 
 @dataclass(frozen=True, slots=True)
 class Pause:
@@ -116,6 +126,25 @@ def may_be_declared_dead(record: Record, gateway: str, from_s: float, to_s: floa
                 return True
             frozen_s = None
     return False
+
+
+def heard_of_s(record: Record, gateway: str, attempt: Attempt, ended_s: float, seen_s: float) -> float:
+    """From when on both engines of an attempt could know of its end, and could act: after the faults on their way.
+
+    What faults lasted meanwhile, on its gateway, its engines, or a link from or to these. Clients have no part in it.
+    A decode keeps pages that its prefill may still write to until that has answered, or for SGLang's own time.
+    """
+    engines = {attempt.prefill, attempt.decode}
+    until_s, heard_s = _lifted(record), ended_s
+    unanswered_s = _UNANSWERED_S / record.scenario.fleet.speed
+    for fault in record.planned:
+        at_s = applied(record).get(fault.number, math.inf)
+        ends = fault.target.split(">")
+        on_the_way = bool(engines & set(ends)) or ends == [gateway]
+        if on_the_way and fault.fault not in _HINDERS_NOBODY and at_s <= seen_s:
+            of_prefill = attempt.prefill in ends
+            heard_s = max(heard_s, until_s[fault.number] + (unanswered_s if of_prefill else 0.0))
+    return heard_s
 
 
 def case_of(record: Record, what: str, request: Request, attempt: Attempt | None = None) -> Broken:

@@ -85,5 +85,5 @@ class EmulatedEyes:
             unseen[UNTOLD] = f"{observer.untold} sampled answers: their gateway died before it told how they were drawn"
         if observer.roomless:
             unseen[RELEASED] = f"{observer.roomless} gateways died before they told what their rooms begin with"
-        samples, orphans = tuple(observer.samples), observer.orphans
-        return replace(record, history=history, samples=samples, unseen=unseen, orphans=orphans)
+        samples, orphans, held = tuple(observer.samples), observer.orphans, observer.held
+        return replace(record, history=history, samples=samples, unseen=unseen, orphans=orphans, held=held)

@@ -32,8 +32,9 @@ class Attempt:
     """One try of one engine request on a pair of servers.
 
     The prefill draws the first token with its key, the decode all others with its own; both are empty for greedy.
-    `ended_s` is when both legs' exchanges were over, None if they never were. `aborted`: its decode said that somebody
-    had told it to drop it, and it was not its own gateway.
+    `ended_s` is when its gateway gave it up or had all of it, None if it never did. `aborted`: its decode said that
+    somebody had told it to drop it, and it was not its own gateway. `had_output`: some of an answer came of it.
+    `failed_on`: the engine that failed it, where what both engines answered leaves no doubt.
     """
 
     rid: str
@@ -45,6 +46,8 @@ class Attempt:
     prefill_key: bytes = b""
     decode_key: bytes = b""
     aborted: bool = False
+    had_output: bool = False
+    failed_on: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +114,7 @@ class Request:
 
     `ids_shown`: it reads token ids too. `wants_usage`: its answer tells usage, once. `samples` follow one another in
     `choices` for each prompt. `gateway` names the replica that it asked, `kind` what of the load's mix it is.
+    `again_s`: its refusal said that asking again is safe, after so long.
     """
 
     name: str
@@ -126,6 +130,7 @@ class Request:
     samples: int = 1
     gateway: str = ""
     kind: str = ""
+    again_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,8 @@ To add one: a function with its sentence, and its name in INVARIANTS (`docs/chao
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -17,19 +19,22 @@ from failover.chaos.evidence import (
     applied,
     case_of,
     fault_at,
+    heard_of_s,
     look_at,
     may_be_declared_dead,
     tries,
     violated,
 )
 from failover.chaos.history import Attempt, Request
-from failover.chaos.record import Record
+from failover.chaos.record import SAMPLE_S, Record
 from failover.chaos.verdict import Broken, Judgement, Verdict
 
 _NO_END = "end"
 """The checker's rule of a request without a proper end."""
 _FENCED = "gateway_fenced"
 """The code of what a gateway ends its requests with when others have declared it dead."""
+_FOR_NOW = frozenset({429, 503})
+"""Statuses of refusals that are nobody's fault."""
 _STOPPED = "the run was stopped before its end"
 
 
@@ -161,6 +166,32 @@ def no_live_attempt_aborted(run: Run) -> Finding:
     return Finding(f"{looked_at} attempts of gateways that lived", tuple(wrong))
 
 
+def let_go(run: Run) -> Finding:
+    """What an attempt had on engines is released within the scenario's time after its end and the faults on its way."""
+    record, bound_s, wrong, longest_s = run.record, run.record.scenario.expect.released_s, [], 0.0
+    owners, looked = _owners(record), defaultdict[str, list[float]](list)
+    for sample in record.samples:
+        looked[sample.instance].append(sample.at_s)
+    for held in (each for each in record.held if each.room in owners):
+        request, attempt = owners[held.room]
+        died = any(each.gateway == request.gateway and each.at_s >= attempt.began_s for each in record.history.deaths)
+        if attempt.ended_s is None or died:  # what a dead gateway had is judged by itself
+            continue
+        longer_s = held.seen_s - held.since_s - (attempt.ended_s - attempt.began_s)
+        heard_s = heard_of_s(record, request.gateway, attempt, attempt.ended_s, held.seen_s)
+        late_s = min(longer_s, held.seen_s - heard_s)  # a gateway that takes a request late counts from then
+        looks = bisect_right(looked[held.engine], held.seen_s) - bisect_right(looked[held.engine], held.seen_s - late_s)
+        late_s = min(late_s, SAMPLE_S * looks)  # while the machine stands still nobody looks
+        longest_s = max(longest_s, late_s)
+        if late_s > bound_s:
+            what = f"{held.engine} holds KV for room {held.room} {late_s:.1f} s after the attempt was over"
+            wrong.append(case_of(record, what, request, attempt))
+    ended = sum(attempt.ended_s is not None for _, attempt in owners.values())
+    return Finding(
+        f"{ended} attempts, the last was let go after {longest_s:.1f} s, at most {bound_s:g} s", tuple(wrong)
+    )
+
+
 def settled(run: Run) -> Finding:
     """All KV is back within the scenario's time after the load."""
     taken_s, bound_s = run.record.settled_s, run.record.scenario.expect.settle_s
@@ -222,6 +253,39 @@ def attempts(run: Run) -> Finding:
     return Finding(evidence, wrong if made > bound * len(choices) else ())
 
 
+def not_again(run: Run) -> Finding:
+    """No attempt goes to an engine that has failed the same request since its client last got something of it."""
+    wrong, looked_at = [], 0
+    for request, choice in ((each, choice) for each, _ in run.outcomes for choice in each.choices):
+        failed = set[str]()
+        for attempt in choice.attempts:
+            looked_at += bool(failed)
+            for engine in sorted(failed & {attempt.prefill, attempt.decode}):
+                wrong.append(case_of(run.record, f"{engine} has failed it, and is asked again", request, attempt))
+            if attempt.had_output:
+                failed.clear()
+            failed |= {attempt.failed_on} - {""}
+    return Finding(f"{looked_at} attempts after one that an engine failed", tuple(wrong))
+
+
+def safe_to_ask_again(run: Run) -> Finding:
+    """Who is refused for want of room or servers (429, 503) is told that asking again is safe, and when."""
+    cases = [request for request in run.ended(Outcome.REFUSED) if request.status in _FOR_NOW]
+    wrong = [request for request in cases if request.again_s is None]
+    what = "refused, and not told when to ask again"
+    return Finding(f"{len(cases)} requests", tuple(case_of(run.record, what, each) for each in wrong))
+
+
+def errors(run: Run) -> Finding:
+    """Clients were told every error that the scenario is about: else it has shown nothing of it."""
+    told = Counter(event.error.code for request, _ in run.outcomes for event in request.events if event.error)
+    wanted = run.record.scenario.expect.errors
+    if run.record.stopped:
+        return Finding(unseen=_STOPPED)
+    missing = (Broken(f"nobody was told {code}") for code in wanted if not told[code])
+    return Finding(", ".join(f"{told[code]} told {code}" for code in wanted) or "none is wanted", tuple(missing))
+
+
 def deaths(run: Run) -> Finding:
     """No more engines end by themselves than the scenario allows, and nothing else does."""
     bound, roles = run.record.scenario.expect.deaths, {each.name: each.role for each in run.record.instances}
@@ -265,11 +329,15 @@ INVARIANTS: Mapping[str, Rule] = {
         nothing_left_in_gateways,
         dead_gateways_attempts_released,
         no_live_attempt_aborted,
+        let_go,
         settled,
         refused,
         broken,
         recovery,
         attempts,
+        not_again,
+        safe_to_ask_again,
+        errors,
         deaths,
         faults_applied,
         load_done,

@@ -20,14 +20,14 @@ from engines.types import Role
 from failover.chaos.answer import Answer
 from failover.chaos.children import Child
 from failover.chaos.history import Death, Request
+from failover.chaos.holdings import Holdings
 from failover.chaos.orphans import Orphans
 from failover.chaos.processes import ENGINES, Processes
 from failover.chaos.reading import Secret, Told, Truth, is_sampled, request
-from failover.chaos.record import Orphan, Sample
+from failover.chaos.record import SAMPLE_S, Held, Orphan, Sample
 from failover.chaos.scenario import FleetPlan
 from failover.chaos.world import Unable
 
-SAMPLE_S = 0.25
 MAX_SAMPLES = 200_000
 _HEALTH_S = 0.5
 _LEFT_S = 1.0
@@ -36,7 +36,7 @@ _ASKED_AT_ONCE = 16
 _QUICK_S = 1.0
 _REFUSED = 400
 T = TypeVar("T")
-_KEPT = ("rid", "room", "choice_index", "prefill", "decode", "decided_s", "ended_s", "outcomes")
+_KEPT = ("rid", "room", "choice_index", "prefill", "decode", "decided_s", "first_output_s", "ended_s", "outcomes")
 
 
 class Observer:
@@ -56,7 +56,7 @@ class Observer:
         """Of which no gateway could be asked, or it knew nothing."""
         self.samples: list[Sample] = []
         self._health: dict[tuple[str, str], str] = {}
-        self._orphans = Orphans()
+        self._orphans, self._holdings = Orphans(), Holdings()
         world.on_start = self._learn
 
     # ---- engines -------------------------------------------------------------------------------------------------
@@ -87,7 +87,9 @@ class Observer:
             await asyncio.sleep(period_s)
 
     async def _sample(self, engine: Child) -> None:
+        asked_s = self._world.now_s()
         ledger = await self._world.admin(engine.name, "GET", "/emulator/ledger")
+        self._holdings.look(asked_s, engine.name, ledger["by_room"])
         used = sum(ledger["by_room"].values())
         if len(self.samples) < MAX_SAMPLES:
             sizes = used, ledger["cache_tokens"], ledger["total_tokens"]
@@ -150,6 +152,11 @@ class Observer:
         zero_s = self._world.zero_s
         found = self._orphans.found
         return tuple(replace(each, died_s=each.died_s - zero_s, seen_s=each.seen_s - zero_s) for each in found)
+
+    @property
+    def held(self) -> tuple[Held, ...]:
+        """What engines held of attempts that were over."""
+        return self._holdings.after_their_end(self._requests.values())
 
     @property
     def roomless(self) -> int:

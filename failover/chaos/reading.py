@@ -25,6 +25,12 @@ _ABORTED = re.compile(r"Decode transfer failed.*Aborted by AbortReq", re.DOTALL)
 prefill that it cannot reach."""
 _FAILED = re.compile(r"(Prefill|Decode) \w+ failed")
 """Failures on the way; `/generate` tells them as it tells aborts."""
+_OF_BOTH = re.compile(
+    r"KVPoll|KVTransfer|(Prefill|Decode) \w+ failed|prefill instance|kv chunk|another rank", re.IGNORECASE
+)
+"""Words of an engine for what was lost between two: either may have failed."""
+_PLAIN = frozenset({FailureKind.CONNECT, FailureKind.RESET, FailureKind.TRUNCATED, FailureKind.TIMEOUT})
+_FIRST_ERROR_STATUS, _SERVER_ERROR = 400, 500
 Told = Sequence[Mapping[str, Any]]
 """Attempts as `/pdgate/explain` shows them."""
 
@@ -83,6 +89,7 @@ def request(answer: Answer, told: Told | None, truth: Truth) -> Request | None:
         samples=asked.items[0].sampling.samples if asked is not None else 1,
         gateway=answer.gateway,
         kind=answer.asked.kind,
+        again_s=again_s(answer),
     )
 
 
@@ -108,7 +115,7 @@ def is_sampled(answer: Answer, limits: parse.Limits) -> bool:
 def _attempts(answer: Answer, told: Told | None, index: int, draw: Draw, truth: Truth) -> tuple[Attempt, ...] | None:
     if told is None:
         some_text = any(what != DONE and not isinstance(what, bytes) for _, what in answer.read)
-        if not draw.greedy and some_text and (answer.status or 0) < 400:
+        if not draw.greedy and some_text and (answer.status or 0) < _FIRST_ERROR_STATUS:
             return None
         room = UNTOLD_ROOM + answer.asked.number * 1_000 + index
         return (Attempt(f"untold-{answer.asked.number:07d}-{index:03d}", room, "", "", answer.sent_s, None),)
@@ -124,7 +131,10 @@ def _attempts(answer: Answer, told: Told | None, index: int, draw: Draw, truth: 
         if prefill_key is None or decode_key is None:
             return None
         own = (each["rid"], int(each["room"]), prefill, decode_name, began_s, ended_s)
-        found.append(Attempt(*own, prefill_key, decode_key, was_aborted(each)))
+        had_output, failed = each["first_output_s"] is not None, failed_on(each)
+        found.append(
+            Attempt(*own, prefill_key, decode_key, was_aborted(each), had_output, failed and truth.name(failed))
+        )
     return tuple(found)
 
 
@@ -136,6 +146,29 @@ def was_aborted(told: Mapping[str, Any]) -> bool:
         or (each["kind"] == FailureKind.ABORTED and not _FAILED.search(each["message"]))
         for each in failed
     )
+
+
+def failed_on(told: Mapping[str, Any]) -> str:
+    """The engine that failed an attempt, by its URL: where it answered with an error of its own, or broke off.
+
+    Empty where engines speak of each other, where both have failed, and for what they refuse as the client's fault.
+    """
+    engines = {each["engine"] for each in told["outcomes"]}
+    plain = all(
+        not _OF_BOTH.search(each["message"])
+        and (each["kind"] in _PLAIN or (each["kind"] == FailureKind.STATUS and each["status"] >= _SERVER_ERROR))
+        for each in told["outcomes"]
+    )
+    return engines.pop() if plain and len(engines) == 1 else ""
+
+
+def again_s(answer: Answer) -> float | None:
+    """After how long a refused client may ask again, by the headers that client libraries obey; None if it may not."""
+    headers = {name.lower(): value for name, value in answer.headers.items()}
+    try:
+        return float(headers["retry-after"]) if headers["x-should-retry"] == "true" else None
+    except (KeyError, ValueError):
+        return None
 
 
 class Events:

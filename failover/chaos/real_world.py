@@ -17,6 +17,7 @@ from typing import Any, Self
 import aiohttp
 import orjson
 
+from engines.types import Health
 from failover.chaos.links import NamedLinks
 from failover.chaos.proxy import HOST, TcpProxy
 from failover.chaos.real_fleet import RealFleet, address, host_and_port
@@ -27,6 +28,8 @@ READ_S = 5.0
 _POLL_S = 0.2
 _MAX_MARKS = 100_000
 _DENIED = (401, 403)
+_USABLE = frozenset(health.value for health in Health if health.takes_rooms)
+"""What gateways call engines that they use; those on probation wait for a request, which the load will bring."""
 _NOT_OURS = "a real fleet is only looked at, and only its links can be broken"
 
 
@@ -143,7 +146,7 @@ class RealWorld:
             known = {self.name_of(each["id"]): each["health"] for each in told["engines"]}
             wanted = {link.partition(">")[2] for link in self.fleet.proxies if link.startswith(f"{gateway}>")}
             missing = [
-                f"{name} is {known[name]} for {gateway}" for name in wanted & known.keys() if known[name] != "ready"
+                f"{name} is {known[name]} for {gateway}" for name in wanted & known.keys() if known[name] not in _USABLE
             ]
         for link in self.fleet.proxies:
             if link in self._befallen and link.startswith(f"{gateway}>") and self.links.unused(link):

@@ -12,6 +12,9 @@ from failover.chaos.history import History
 from failover.chaos.real_fleet import RealFleet
 from failover.chaos.scenario import Scenario, Value
 
+SAMPLE_S = 0.25
+"""How often engines are looked at."""
+
 
 @dataclass(frozen=True, slots=True)
 class Planned:
@@ -78,11 +81,21 @@ class Orphan:
 
 
 @dataclass(frozen=True, slots=True)
+class Held:
+    """KV that an engine held for a room whose attempt was over: when it was seen first, and the last time."""
+
+    engine: str
+    room: str
+    since_s: float
+    seen_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Record:
     """One run. `unseen`: invariants that could not be seen, and why; `stopped`: it was stopped before its end.
 
     `settled_s`: how long after the load everything was given back; None: it was not, within the scenario's bound.
-    `orphans`: what dead gateways left on engines.
+    `orphans`: what dead gateways left on engines. `held`: what engines were seen to hold of attempts that were over.
     `fleet`: a real one, that was not started for the run. `references`: what it answered before the faults, by request.
     """
 
@@ -103,3 +116,4 @@ class Record:
     orphans: tuple[Orphan, ...] = ()
     fleet: RealFleet | None = None
     references: Mapping[str, str] = field(default_factory=dict)
+    held: tuple[Held, ...] = ()

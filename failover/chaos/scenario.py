@@ -105,7 +105,9 @@ class Expectations:
     `refused_ratio`, `broken_ratio`: how many requests may be refused, or end with an error after their beginning.
     `settle_s`: all KV is back so long after the load. `recovery_s`: the longest pause of a stream that goes on.
     `attempts_ratio`: attempts per request, at most. `deaths`: engines that may die beyond those that faults kill.
-    `reaped_s`: what a gateway had on engines is released so long after its death.
+    `reaped_s`: what a gateway had on engines is released so long after its death. `released_s`: what any attempt had
+    there is, so long after its end, and that before its connections are closed, after 5 s. `errors`: codes of errors
+    that clients must be told, each at least once, as the scenario is about them.
     """
 
     refused_ratio: float = 0.0
@@ -115,6 +117,8 @@ class Expectations:
     attempts_ratio: float = 3.0
     deaths: int = 0
     reaped_s: float = 10.0 + LEASE_S
+    released_s: float = 4.0
+    errors: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,8 @@ _BOUNDS: Mapping[str, tuple[float, float]] = {
     "expect.recovery_s": (0, 3600),
     "expect.attempts_ratio": (1, 100),
     "expect.deaths": (0, 64),
+    "expect.reaped_s": (0, 3600),
+    "expect.released_s": (0, 3600),
 }
 """From and to of every number, by its path without positions."""
 _CHAT_TOKENS = 1024

@@ -152,6 +152,17 @@ async def test_an_engine_that_is_not_ready_behind_its_proxy() -> None:
         assert await reason(fleet) == "after 0.3 s: decode0 is broken for gateway0"
 
 
+@pytest.mark.parametrize("health", ["ready", "probation"])
+async def test_an_engine_that_only_lacks_a_request_is_not_waited_for(health: str) -> None:
+    """A gateway that nobody asks leaves one on probation for long: it is the load that proves it."""
+    async with served(gateway := Gateway({"/v1/models": (200, MODELS)})) as fleet:
+        fleet = with_decode(fleet)
+        engines = [{"id": f"http://{fleet.proxies[LINK]}", "health": health}]
+        gateway.gets["/readyz"] = (200, {"pairs": 1, "engines": engines})
+        async with world(fleet) as made:
+            assert made.pdgates == {"gateway0"}
+
+
 async def test_nobody_answers() -> None:
     fleet = replace(of_urls([f"http://127.0.0.1:{free_ports(1)[0]}"], []), ready_s=0.3)
     assert "after 0.3 s: gateway0 does not answer at http://127.0.0.1:" in await reason(fleet)

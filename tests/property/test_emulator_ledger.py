@@ -162,7 +162,7 @@ def _apply(world: World, action: Action) -> None:
     world.settle()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=2 * settings().max_examples)
 @given(st.lists(ACTIONS, max_size=40), st.sampled_from([1, 4, 16]), st.sampled_from([256, 700, 4096]))
 def test_the_ledger_balances_and_comes_back_to_zero(actions: list[Action], page: int, pool_tokens: int) -> None:
     world = World(pool_tokens, page)

@@ -200,5 +200,5 @@ class Index(RuleBasedStateMachine):
         assert self.index.memory_bytes() == 0
 
 
-Index.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+Index.TestCase.settings = settings(stateful_step_count=40)
 TestIndex = Index.TestCase

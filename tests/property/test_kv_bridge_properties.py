@@ -107,7 +107,7 @@ def prompts(draw: st.DrawFn, earlier: list[tuple[int, ...]]) -> tuple[int, ...]:
     return tokens
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=2 * settings().max_examples)
 @given(st.sampled_from(SHAPES), st.data())
 def test_blocks_are_held_while_their_pages_are(shape: tuple[int, int], data: st.DataObject) -> None:
     model, held = Model(*shape), set[tuple[Tier, bytes]]()
@@ -148,7 +148,6 @@ def test_blocks_are_held_while_their_pages_are(shape: tuple[int, int], data: st.
     assert bridge.pages == 0
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.sampled_from(SHAPES), st.lists(TOKENS, min_size=1, max_size=5), st.data())
 def test_pages_before_their_parents_count_when_these_come(
     shape: tuple[int, int], prompts: list[tuple[int, ...]], data: st.DataObject
@@ -189,7 +188,7 @@ def test_pages_before_their_parents_count_when_these_come(
 NUMBERS = st.integers(0, 7)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=2 * settings().max_examples)
 @given(st.sampled_from([(4, 1), (4, 4), (4, 3)]), st.data())
 def test_events_that_contradict_each_other_do_no_harm(shape: tuple[int, int], data: st.DataObject) -> None:
     """Any hashes behind any: every event ends, and what is removed everywhere is gone."""

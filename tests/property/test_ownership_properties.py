@@ -155,5 +155,5 @@ class Ownership(RuleBasedStateMachine):
                 assert owners.get(engine_id, 0) == run
 
 
-Ownership.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+Ownership.TestCase.settings = settings(stateful_step_count=30)
 TestOwnership = Ownership.TestCase

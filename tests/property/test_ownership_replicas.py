@@ -368,7 +368,9 @@ def test_replicas_end_alike(machine: type[Replicas]) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=20, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=settings().max_examples // 3,
+            stateful_step_count=20,
+            suppress_health_check=list(HealthCheck),
         ),
     )
 

@@ -131,5 +131,5 @@ ALL = [
 ]
 LINES = [chain(name) for name in ALL]
 LONGEST = [line for line in LINES if len(line) == 7][::9]
-Rows.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+Rows.TestCase.settings = settings(stateful_step_count=30)
 TestRows = Rows.TestCase

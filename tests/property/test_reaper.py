@@ -106,7 +106,7 @@ def play(sequence: list[Step]) -> list[tuple[Verdict | None, bool, Story]]:
     return told
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=5 * settings().max_examples)
 @given(steps)
 def test_dead_is_who_fulfils_all_four_conditions_and_nobody_else(sequence: list[Step]) -> None:
     for verdict, dead, story in play(sequence):

@@ -89,7 +89,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=2 * settings().max_examples)
 @given(st.sampled_from(PATHS), st.dictionaries(FIELDS, JSON, min_size=1, max_size=6))
 def test_any_body_can_be_read(path: str, body: dict[str, Any]) -> None:
     assert features(path, body) <= set(Feature)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from failover.features import CHAT, COMPLETIONS, GENERATE
@@ -198,7 +198,6 @@ def fed(replay: Replay, events: Sequence[Event]) -> list[Event]:
 
 
 @pytest.mark.parametrize("wire", WIRES)
-@settings(max_examples=60, deadline=None)
 @given(ANSWERS, CUTS, CUTS, st.integers(0, 999))
 def test_the_same_answer_goes_on_exactly(wire: str, answer: Answer, cuts: Cuts, again: Cuts, end: int) -> None:
     _, stream, client = WIRES[wire]
@@ -226,7 +225,6 @@ PARTS_OF_CALL = ("name", "arguments")
 
 
 @pytest.mark.parametrize("wire", WIRES)
-@settings(max_examples=60, deadline=None)
 @given(ANSWERS, CUTS, CUTS, st.integers(0, 999))
 def test_nothing_leaves_before_all_has_come_again(wire: str, answer: Answer, cuts: Cuts, again: Cuts, end: int) -> None:
     _, stream, client = WIRES[wire]
@@ -251,7 +249,6 @@ def changed(answer: Answer, at: int, how: str) -> Answer:
 
 
 @pytest.mark.parametrize("wire", WIRES)
-@settings(max_examples=60, deadline=None)
 @given(ANSWERS, CUTS, CUTS, st.data())
 def test_a_change_of_what_was_sent_is_found(
     wire: str, answer: Answer, cuts: Cuts, again: Cuts, data: st.DataObject
@@ -270,7 +267,6 @@ def test_a_change_of_what_was_sent_is_found(
 
 
 @pytest.mark.parametrize("wire", WIRES)
-@settings(max_examples=60, deadline=None)
 @given(ANSWERS, CUTS, CUTS, st.data())
 def test_another_length_is_found(wire: str, answer: Answer, cuts: Cuts, again: Cuts, data: st.DataObject) -> None:
     """A run that ends earlier than what was sent, and one that goes on after an end that was sent."""
@@ -284,7 +280,6 @@ def test_another_length_is_found(wire: str, answer: Answer, cuts: Cuts, again: C
 
 
 @pytest.mark.parametrize("wire", WIRES)
-@settings(max_examples=60, deadline=None)
 @given(ANSWERS, CUTS, CUTS)
 def test_another_end_is_found(wire: str, answer: Answer, cuts: Cuts, again: Cuts) -> None:
     _, stream, _ = WIRES[wire]

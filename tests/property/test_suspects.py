@@ -87,7 +87,7 @@ class World:
 STEPS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, SERVERS - 1)), max_size=80)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=4 * settings().max_examples)
 @given(STEPS)
 def test_a_content_that_kills_ends_two_servers_or_those_that_had_it_together(steps: list[tuple[int, int]]) -> None:
     world = World(6, kills=True)
@@ -96,7 +96,7 @@ def test_a_content_that_kills_ends_two_servers_or_those_that_had_it_together(ste
     assert len(world.dead) <= max(MAX_DEATHS, world.exposed)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=4 * settings().max_examples)
 @given(STEPS, st.sets(st.integers(0, SERVERS - 1), max_size=SERVERS - 1))
 def test_nobody_waits_for_ever(steps: list[tuple[int, int]], killed: set[int]) -> None:
     """Servers end by themselves under a content that does no harm, once each."""

@@ -16,7 +16,7 @@ from tests.scenarios.cluster import GatewayProcess, eventually
 from tests.scenarios.phases import TOKEN
 from tests.scenarios.two_gateways import Replicated, hold, hold_all, rooms
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.first]
 
 RELEASED_S = 10.0 + LEASE_S
 

@@ -18,7 +18,7 @@ from tests.scenarios.cluster import GatewayProcess, eventually
 from tests.scenarios.phases import TOKEN
 from tests.scenarios.two_gateways import SILENT, Replicated, hold, hold_all, let_go, verdicts
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(240), pytest.mark.first]
 
 RELEASED_S = 10.0 + LEASE_S
 CLIENTS = 4

@@ -20,7 +20,7 @@ from tests.scenarios.client import ask, chat, expected_text, new_prompt
 from tests.scenarios.cluster import Cluster, eventually
 from tests.scenarios.test_replicas import agreed, owners
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.first]
 
 CLIENTS = 6
 TOKENS = 10

@@ -23,7 +23,7 @@ from tests.scenarios.client import CHAT, COMPLETIONS, GENERATE, Answer, ask, cha
 from tests.scenarios.cluster import Cluster, eventually
 from tests.scenarios.test_exact_ids import joined
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.first]
 
 ROUTES = (CHAT, COMPLETIONS, GENERATE)
 TOKENS = 120
@@ -67,13 +67,26 @@ async def kill_at(cluster: Cluster, path: str, body: dict[str, Any], stage: str,
     answer = Answer()
     asked = spawn(ask(cluster.http, cluster.url, body, path, answer), "a stream")
     held, *others = await cluster.held(holds)
-    await asyncio.sleep(0.1)  # what was written before is out, and on its way
+    await _read_all(answer, k if stage == "token" else 0)
     await cluster.kill(held.server)
     for other in others:  # of several choices one may be there
         await cluster.release(other)
     async with time_limit(STREAM_S):
         await asked
     return answer
+
+
+async def _read_all(answer: Answer, tokens: int) -> None:
+    """Wait until a client has what was written before its stream was held: most of it is there, and no more comes."""
+
+    async def missing() -> str:
+        return "" if len(answer.events) >= tokens // 2 else f"{len(answer.events)} events have come"
+
+    await eventually(missing, STREAM_S)
+    before_bytes = -1
+    while before_bytes < len(answer.raw):
+        before_bytes = len(answer.raw)
+        await asyncio.sleep(0.1)
 
 
 def check_whole(answer: Answer) -> None:

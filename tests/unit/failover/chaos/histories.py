@@ -28,7 +28,7 @@ from failover.chaos.history import (
     Usage,
 )
 
-PATIENT = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+PATIENT = settings(suppress_health_check=[HealthCheck.too_slow])
 """Wall time says nothing of these on a busy machine."""
 ERROR = Error("the engine has died", "server_error", "stream_broken", definite=False)
 

@@ -17,7 +17,12 @@ RESUMED = Plan(PROMPT, (4, 0), LIMITS, name="r-resumed").request()
 """A stream that two attempts wrote, from 0 s to 2 s."""
 BROKEN = Plan(PROMPT, (4,), LIMITS, name="r-broken", ending="broken").request()
 REFUSED = replace(
-    WHOLE, name="r-refused", choices=(), events=(Event(0.5, error=Error("no room", "overloaded")),), status=503
+    WHOLE,
+    name="r-refused",
+    choices=(),
+    events=(Event(0.5, error=Error("no room", "rate_limit_error", "overloaded")),),
+    status=503,
+    again_s=2.0,
 )
 LOST = replace(Plan(PROMPT, (0,), LIMITS, name="r-lost").request(), events=(), status=None, ending=Ending.CUT)
 LEFT = Plan(PROMPT, (4,), LIMITS, name="r-left", ending="left").request()

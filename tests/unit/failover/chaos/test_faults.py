@@ -327,10 +327,12 @@ async def test_freeze(world: FakeWorld) -> None:
 
 async def test_restart_waits_for_its_time(world: FakeWorld) -> None:
     fault, process = make(world, "restart", "decode0", after_s=0.05), world.process("decode0")
-    applying = asyncio.ensure_future(fault.apply())
-    await asyncio.sleep(0.03)
+    clock = asyncio.get_running_loop().time
+    began_s, applying = clock(), asyncio.ensure_future(fault.apply())
+    await process.wait()
     assert not process.running
     await applying
+    assert clock() - began_s >= 0.05
     assert (process.running, process.starts) == (True, 1)
 
 

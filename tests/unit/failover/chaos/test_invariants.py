@@ -12,7 +12,7 @@ from failover.chaos import invariants
 from failover.chaos.evidence import fault_at
 from failover.chaos.history import Choice, Death, Ending, Error, Event, Ledger, Request
 from failover.chaos.invariants import INVARIANTS, Finding, judge
-from failover.chaos.record import FaultRun, Instance, Mark, Orphan, Planned, Record, Sample
+from failover.chaos.record import FaultRun, Held, Instance, Mark, Orphan, Planned, Record, Sample
 from failover.chaos.verdict import Broken, Verdict
 from failover.reaper import LEASE_S, WATCHED_S
 from tests.unit.failover.chaos.records import (
@@ -62,6 +62,23 @@ def orphaned(seen_s: float, **others: Any) -> Record:
     return record(history=history(WHOLE, RESUMED, deaths=KILLED), samples=LOOKS, orphans=(orphan,), **others)
 
 
+def kept(seen_s: float, request: Request = RESUMED, since_s: float = 1.0, **others: Any) -> Record:
+    """A decode was seen to hold KV of the second attempt, which lasted from 1 s to 2 s, until `seen_s`."""
+    held = (Held("decode0", ROOM, since_s, seen_s),)
+    return record(WHOLE, request, **{"held": held, "samples": LOOKS, **others})
+
+
+def elsewhere(*pairs: tuple[str, str], failed_on: str = "d0", had_output: bool = False) -> Request:
+    """A request that was tried on these pairs, one after another; `failed_on` failed the first, and gave it output."""
+    request = tried(WHOLE, len(pairs) - 1)
+    [choice] = request.choices
+    made = [
+        replace(each, prefill=prefill, decode=decode, failed_on="" if at else failed_on, had_output=had_output)
+        for at, (each, (prefill, decode)) in enumerate(zip(choice.attempts, pairs, strict=True))
+    ]
+    return replace(request, choices=(replace(choice, attempts=tuple(made)),))
+
+
 def aborted(request: Request) -> Request:
     """Its first attempt was aborted by somebody else."""
     [choice] = request.choices
@@ -91,6 +108,22 @@ SPOILED: Mapping[str, tuple[Record, list[Broken]]] = {
     "no_live_attempt_aborted": (
         record(WHOLE, aborted(RESUMED)),
         [Broken("aborted, not by its own gateway", "r-resumed", "r-resumed.0.0", 0)],
+    ),
+    "let_go": (
+        kept(6.25),
+        [Broken("decode0 holds KV for room", "r-resumed", "r-resumed.0.1", 0)],
+    ),
+    "not_again": (
+        record(elsewhere(("p0", "d0"), ("p1", "d1"), ("p1", "d0"))),
+        [Broken("d0 has failed it, and is asked again", "r-whole", "r-whole.0.0", 0)],
+    ),
+    "safe_to_ask_again": (
+        record(WHOLE, replace(REFUSED, again_s=None), scenario=expecting(refused_ratio=0.5)),
+        [Broken("refused, and not told when", "r-refused", "", 0)],
+    ),
+    "errors": (
+        record(scenario=expecting(errors=("overloaded",))),
+        [Broken("nobody was told overloaded")],
     ),
     "settled": (record(settled_s=None), [Broken("not everything came back, not within 15 s", fault=0)]),
     "refused": (record(WHOLE, REFUSED), [Broken("refused, status 503: no room", "r-refused", "", 0)]),
@@ -168,6 +201,7 @@ def test_each_says_what_it_holds_in_a_sentence(rule: Any) -> None:
         ("attempts", {"attempts_ratio": 1.5}, record()),
         ("dead_gateways_attempts_released", {"reaped_s": 14.0}, orphaned(15.0)),
         ("deaths", {"deaths": 1}, replace(record(), marks=(*record().marks, *DIED))),
+        ("let_go", {"released_s": 4.0}, kept(6.0)),
     ],
 )
 def test_what_is_at_its_bound_holds_and_what_is_above_does_not(
@@ -263,6 +297,112 @@ def test_a_gateway_that_was_declared_dead_is_told_with_its_request() -> None:
     assert case == Broken("gateway0 was declared dead", "r-broken", "r-broken.0.0", 0)
 
 
+# -- what attempts leave, and where they go ---------------------------------------------------------------------------
+
+
+def hindered(fault: str, target: str, from_s: float, to_s: float | None) -> Record:
+    """KV was held for 6 s after the end of an attempt on p1 and d1, whose client had asked g0, and a fault was on."""
+    return kept(8.0, planned=(Planned(0, fault, target, from_s, None),), faults=(FaultRun(0, from_s, to_s),))
+
+
+@pytest.mark.parametrize(
+    ("fault", "target", "from_s", "to_s", "held"),
+    [
+        ("freeze", "d1", 0.0, 4.0, True),
+        ("freeze", "d1", 0.0, 3.9, False),
+        ("freeze", "d1", 0.0, None, True),
+        ("freeze", "d1", 8.1, 9.0, False),
+        ("freeze", "d0", 0.0, 4.0, False),
+        ("kill", "p1", 0.0, 2.5, True),
+        ("kill", "p1", 0.0, 2.4, False),
+        ("partial_kv", "p1", 0.0, 4.0, True),
+        ("freeze", "g0", 0.0, 4.0, True),
+        ("freeze", "g1", 0.0, 4.0, False),
+        ("silent", "g0>d1", 0.0, 4.0, True),
+        ("silent", "g0>p1", 0.0, 2.5, True),
+        ("silent", "p1>d0", 0.0, 2.5, True),
+        ("silent", "g0>redis", 0.0, 4.0, False),
+        ("silent", "client>g0", 0.0, 4.0, False),
+        ("reset", "g0>d1", 0.0, None, False),
+        ("error_500", "d1", 0.0, None, False),
+    ],
+)
+def test_time_counts_from_when_its_engines_could_hear_of_its_end(
+    fault: str, target: str, from_s: float, to_s: float | None, held: bool
+) -> None:
+    assert verdicts(hindered(fault, target, from_s, to_s))["let_go"].held is held
+
+
+def test_a_fault_that_was_never_applied_has_hindered_nobody() -> None:
+    never = replace(hindered("freeze", "d1", 0.0, 4.0), faults=(FaultRun(0, None, None),))
+    assert not verdicts(never)["let_go"].held
+
+
+def test_what_dead_gateways_had_is_not_judged_with_what_was_let_go() -> None:
+    def died(gateway: str, at_s: float) -> bool:
+        return verdicts(kept(8.0, history=history(WHOLE, RESUMED, deaths=(Death(gateway, at_s),))))["let_go"].held
+
+    assert died("g0", 1.0)
+    assert not died("g0", 0.9), "that was before the attempt"
+    assert not died("g1", 1.0)
+    attempts = RESUMED.choices[0].attempts
+    open_ = replace(RESUMED, choices=(replace(RESUMED.choices[0], attempts=(replace(attempts[1], ended_s=None),)),))
+    assert verdicts(kept(8.0, open_))["let_go"].held
+
+
+@pytest.mark.parametrize(("since_s", "held"), [(11.0, True), (10.7, False)])
+def test_what_was_taken_late_by_its_gateway_counts_from_then(since_s: float, held: bool) -> None:
+    """The attempt lasted for a second, by the gateway's clock; nobody else knows when that began."""
+    assert verdicts(kept(16.0, since_s=since_s))["let_go"].held is held
+
+
+@pytest.mark.parametrize(("seen", "held"), [(16, True), (17, False)])
+def test_time_in_which_nobody_looked_does_not_count(seen: int, held: bool) -> None:
+    """As when the whole machine stands still: it was there in so many looks after its end."""
+    before = tuple(Sample(0.25 * at, "decode0", 0, 0, 9) for at in range(9))
+    after = tuple(Sample(19.0 - 0.25 * at, "decode0", 0, 0, 9) for at in reversed(range(seen)))
+    others = tuple(Sample(2.0 + 0.25 * at, "prefill0", 0, 0, 9) for at in range(60))
+    assert verdicts(kept(19.0, samples=(*before, *after, *others)))["let_go"].held is held
+
+
+def test_the_last_that_was_let_go_is_told() -> None:
+    assert verdicts(kept(5.25))["let_go"].evidence == "3 attempts, the last was let go after 3.2 s, at most 4 s"
+
+
+@pytest.mark.parametrize(
+    ("request_", "asked_again"),
+    [
+        (elsewhere(("p0", "d0"), ("p0", "d1")), ""),
+        (elsewhere(("p0", "d0"), ("p0", "d1"), failed_on="p0"), "p0"),
+        (elsewhere(("p0", "d0"), ("p0", "d0"), failed_on=""), ""),
+        (elsewhere(("p0", "d0"), ("p1", "d0")), "d0"),
+        (elsewhere(("p0", "d0"), ("p1", "d0"), had_output=True), "d0"),
+        (elsewhere(("p0", "d0"), ("p1", "d1"), ("p1", "d0"), had_output=True), ""),
+    ],
+)
+def test_nobody_goes_again_to_who_has_failed_it_before_it_got_on(request_: Request, asked_again: str) -> None:
+    found = verdicts(record(request_))["not_again"].broken
+    assert [each.what for each in found] == [f"{asked_again} has failed it, and is asked again"] * bool(asked_again)
+
+
+def test_each_sample_may_try_what_has_failed_another() -> None:
+    failed, other = elsewhere(("p0", "d0"), ("p0", "d1")), elsewhere(("p1", "d0"), ("p0", "d1"), failed_on="p1")
+    both = replace(failed, choices=(*failed.choices, *other.choices))
+    assert verdicts(record(both))["not_again"].held
+
+
+@pytest.mark.parametrize(("status", "held"), [(503, False), (429, False), (400, True), (502, True)])
+def test_only_who_is_refused_for_now_must_be_told_when_to_ask_again(status: int, held: bool) -> None:
+    assert verdicts(record(WHOLE, replace(REFUSED, status=status, again_s=None)))["safe_to_ask_again"].held is held
+
+
+def test_errors_that_are_wanted_may_end_streams_too() -> None:
+    wanted = record(BROKEN, REFUSED, scenario=expecting(errors=("stream_broken", "overloaded")))
+    assert verdicts(wanted)["errors"].evidence == "1 told stream_broken, 1 told overloaded"
+    assert verdicts(wanted)["errors"].held
+    assert verdicts(replace(wanted, history=history(WHOLE), stopped=True))["errors"].unseen
+
+
 # -- deaths -----------------------------------------------------------------------------------------------------------
 
 
@@ -318,7 +458,7 @@ def test_a_stopped_run_may_lack_faults_and_is_no_success() -> None:
     assert stopped["faults_applied"].held
     assert not stopped["load_done"].held
     unseen = {name for name, each in stopped.items() if each.unseen}
-    assert unseen == {"nothing_left_on_engines", "nothing_left_in_gateways", "settled"}
+    assert unseen == {"nothing_left_on_engines", "nothing_left_in_gateways", "settled", "errors"}
 
 
 FAULTS = (FaultRun(0, 1.0, 2.0), FaultRun(1, 3.0, None), FaultRun(2, 4.0, 5.0), FaultRun(3, None, None))

@@ -47,7 +47,13 @@ def truth() -> Truth:
 
 def told(rid: str = "rid0", decided_s: float = 0.1, ended_s: float | None = 0.5, index: int = 0) -> dict[str, Any]:
     attempt = {"rid": rid, "room": "77", "choice_index": index, "prefill": "http://p", "decode": "http://d"}
-    return {**attempt, "decided_s": decided_s, "ended_s": ended_s, "outcomes": [], "considered": "much more"}
+    times = {"decided_s": decided_s, "first_output_s": None, "ended_s": ended_s}
+    return {**attempt, **times, "outcomes": [], "considered": "much more"}
+
+
+def failure(leg: str, kind: str, message: str = "", status: int | None = None) -> dict[str, Any]:
+    engine = {"prefill": "http://p", "decode": "http://d"}[leg]
+    return {"engine": engine, "leg": leg, "kind": kind, "stage": "dispatched", "status": status, "message": message}
 
 
 def chat_answer(ids: list[int], *, temperature: float = 0.0, sent_s: float = 1.0, number: int = 7) -> Answer:
@@ -104,10 +110,63 @@ def test_a_true_answer_is_read_as_such() -> None:
 def test_who_was_aborted_by_others_is_known_by_its_decodes_words(
     leg: str, kind: str, message: str, aborted: bool
 ) -> None:
-    failed = {**told(), "outcomes": [{"leg": leg, "kind": kind, "message": message}]}
+    failed = {**told(), "outcomes": [failure(leg, kind, message)]}
     read = request(chat_answer(ids_of(CHATTED, TOKENS)), [failed, told("rid1", 0.6, 0.9)], truth())
     assert read is not None
     assert [attempt.aborted for attempt in read.choices[0].attempts] == [aborted, False]
+
+
+BROKE = failure("decode", "reset", "Connection reset by peer")
+ANSWERED_500 = failure("prefill", "status", "Injected by /emulator/fault", 500)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "engine"),
+    [
+        ([], ""),
+        ([BROKE], "decode0"),
+        ([ANSWERED_500], "prefill0"),
+        ([failure("decode", "connect", "refused")], "decode0"),
+        ([failure("decode", "truncated")], "decode0"),
+        ([failure("prefill", "timeout", "no output for 5 s")], "prefill0"),
+        ([BROKE, ANSWERED_500], ""),
+        ([BROKE, failure("decode", "status", "gone", 503)], "decode0"),
+        ([failure("decode", "status", "max_tokens must be positive", 400)], ""),
+        ([failure("decode", "status", "Lost connection with prefill instance", 500)], ""),
+        ([failure("decode", "status", "KVTransferError(bootstrap_room=7)", 500)], ""),
+        ([failure("prefill", "status", "Prefill transfer failed for request rank=0", 500)], ""),
+        ([failure("decode", "reset", "in KVPoll.Bootstrapping")], ""),
+        ([ANSWERED_500, failure("decode", "status", "Decode handshake failed", 500)], ""),
+        ([failure("decode", "aborted", "Aborted")], ""),
+        ([failure("decode", "stream_error", "something", 500)], ""),
+    ],
+)
+def test_who_failed_an_attempt_is_known_where_its_outcomes_leave_no_doubt(
+    outcomes: list[dict[str, Any]], engine: str
+) -> None:
+    first, second = {**told(), "outcomes": outcomes}, {**told("rid1", 0.6, 0.9), "first_output_s": 0.7}
+    read = request(chat_answer(ids_of(CHATTED, TOKENS)), [first, second], truth())
+    assert read is not None
+    assert [each.failed_on for each in read.choices[0].attempts] == [engine, ""]
+    assert [each.had_output for each in read.choices[0].attempts] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("headers", "again_s"),
+    [
+        ({}, None),
+        ({"Retry-After": "2", "x-should-retry": "true"}, 2.0),
+        ({"retry-after": "2", "x-should-retry": "false"}, None),
+        ({"retry-after": "2"}, None),
+        ({"x-should-retry": "true"}, None),
+        ({"retry-after": "Wed, 21 Oct 2026 07:28:00 GMT", "x-should-retry": "true"}, None),
+    ],
+)
+def test_when_to_ask_again_is_what_client_libraries_read(headers: dict[str, str], again_s: float | None) -> None:
+    answer = Answer(Asked(7, 0.9, "whole", CHAT, {"messages": []}), "gateway0", 1.0, 2.0, 503, headers)
+    read = request(answer, [], truth())
+    assert read is not None
+    assert read.again_s == again_s
 
 
 def test_one_wrong_event_is_seen() -> None:
@@ -391,6 +450,20 @@ async def test_what_a_dead_gateway_left_is_seen_where_it_had_told_what_its_rooms
     assert (orphan.gateway, orphan.engine, orphan.room) == ("gateway0", "decode0", world.room)
     assert (orphan.died_s, orphan.seen_s) == (pytest.approx(1.0), pytest.approx(0.0, abs=0.5))
     assert seen.roomless == 0
+
+
+async def test_what_engines_hold_of_attempts_that_are_over_is_seen() -> None:
+    world = LedgerWorld()
+    world.zero_s = asyncio.get_running_loop().time() - 20.0
+    seen, answer = observer(world), chat_answer(ids_of(CHATTED, TOKENS))
+    world.room = "77"  # that of the attempt, which was over at 1.5 s
+    await seen._sample(Gateway("decode0", "decode"))  # type: ignore[arg-type]
+    assert seen.held == ()
+    seen._note(answer, [told()])
+    [held] = seen.held
+    assert (held.engine, held.room, held.seen_s) == ("decode0", "77", held.since_s)
+    seen._note(answer, [told(ended_s=None)])
+    assert seen.held == ()
 
 
 async def test_what_a_new_process_says_is_not_taken_for_the_old_ones() -> None:
