@@ -148,6 +148,8 @@ class SingleSink:
             passed.append(sse.patch_identity(frame, rid.encode(), self._public_id, self._created))
             commits = commits or kind not in _SILENT
             last = last or kind is EventKind.DONE
+            if kind is EventKind.FINISH:
+                live.ending()
         if not (commits or self.sent):
             self._reply.held.extend(passed)
         elif passed:
@@ -172,6 +174,13 @@ class Merger:
         self.usages = merge.UsageMerger(units, reply.request.candidates)
         self.bodies: list[dict[str, Any]] = [{} for _ in range(units)]
         self.held: list[list[bytes]] = [[] for _ in range(units)]
+        self._unfinished = set(range(units))
+
+    def finished(self, choice_index: int) -> None:
+        """A choice has its finish reason: with those of all nothing is left of the answer but its last words."""
+        self._unfinished.discard(choice_index)
+        if not self._unfinished:
+            live.ending()
 
     async def finish(self) -> None:
         """Every unit is whole: send what belongs to all of them."""
@@ -233,6 +242,8 @@ class MergedSink:
                 chunk = merge.chat_chunk(chunk, self._index, reply.public_id, reply.created)
             passed.append(b"data: " + orjson.dumps(chunk) + b"\n\n")
             commits = commits or kind not in _SILENT
+            if kind is EventKind.FINISH:
+                self._merger.finished(self._index)
         if not (commits or self.sent):
             self._held.extend(passed)
         elif passed:

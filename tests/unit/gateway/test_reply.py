@@ -10,7 +10,7 @@ import pytest
 
 from engines.sse_frames import EventKind, FrameDecoder, data_of, event_kind
 from gateway.attempt import CLIENT_PATIENCE_S
-from gateway.errors import bad_request
+from gateway.errors import GatewayError, bad_request
 from gateway.live import LiveRequests
 from gateway.openai_api import Api, parse
 from gateway.reply import MergedSink, Merger, Reply, SingleSink
@@ -187,22 +187,39 @@ async def test_nothing_follows_the_end_of_a_merged_answer(stream: bool) -> None:
     assert client.body == sent
 
 
-async def test_an_answer_that_ends_cannot_be_aborted_any_more() -> None:
-    reply, client = reply_to()
-    live = LiveRequests()
-    may_end = asyncio.Event()
+@pytest.mark.parametrize("choices", [1, 2])
+async def test_nobody_is_told_of_an_error_after_the_last_finish_reason(choices: int) -> None:
+    reply, client = reply_to(n=choices)
+    live, merger = LiveRequests(), Merger(reply, choices)
+    sinks = [MergedSink(merger, index) for index in range(choices)] if choices > 1 else [SingleSink(reply)]
+    steps = asyncio.Event(), asyncio.Event()
 
     async def work() -> None:
-        sink = SingleSink(reply)
-        await sink.frames(RID, frames(chat_event("a")))
-        await sink.frames(RID, frames(chat_event("", finish="stop"), DONE))
-        await may_end.wait()
+        for sink in sinks:
+            await sink.frames(RID, frames(chat_event("a")))
+        for sink in sinks[1:]:
+            await sink.frames(RID, frames(chat_event("", finish="stop")))
+        await steps[0].wait()
+        await sinks[0].frames(RID, frames(chat_event("", finish="length")))
+        await steps[1].wait()
+        for sink in sinks:
+            await sink.frames(RID, frames(DONE))
+        if choices > 1:
+            await merger.finish()
 
-    task = asyncio.ensure_future(live.run((PUBLIC,), work()))
-    await asyncio.sleep(0.01)
-    assert live.abort(PUBLIC) == 0
-    may_end.set()
-    await task
+    for last in (False, True):
+        task = asyncio.ensure_future(live.run((PUBLIC,), work()))
+        await asyncio.sleep(0.01)
+        if not last:
+            assert live.abort(PUBLIC) == 1, "one choice goes on"
+            with pytest.raises(GatewayError):
+                await task
+            continue
+        steps[0].set()
+        await asyncio.sleep(0.01)
+        assert live.abort(PUBLIC) == live.shut_down() == 0
+        steps[1].set()
+        await task
     assert client.body.endswith(DONE)
 
 
