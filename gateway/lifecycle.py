@@ -27,6 +27,7 @@ from failover.turns import Turn
 from gateway import openai_api
 from gateway.admission import admit, fingerprint
 from gateway.attempt import AttemptFailed, follow
+from gateway.comeback import submit_again
 from gateway.context import Gateway
 from gateway.continuation import broken_off, closed, go_on
 from gateway.course import Course, StreamOver
@@ -244,7 +245,8 @@ async def _submit(
 ) -> Decision:
     """A pair for the next attempt; where there is none for it, what the last one failed by says more than that."""
     try:
-        return await gw.decider.submit(replace(view, deadline_s=_queue_deadline_s(gw, story)), pinned)
+        submit = gw.decider.submit if tries.last is None else partial(submit_again, gw)
+        return await submit(replace(view, deadline_s=_queue_deadline_s(gw, story)), pinned)
     except GatewayError as error:
         if error.code == RULES[Deadline.QUEUE].code:
             gw.metrics.deadline_passed(Deadline.QUEUE)

@@ -162,6 +162,24 @@ async def test_without_a_pair_it_is_a_503(world: World) -> None:
 # ---- another attempt -------------------------------------------------------------------------------------------------
 
 
+@story
+async def test_servers_that_were_all_lost_at_once_may_come_back(world: World) -> None:
+    lost: list[float] = []
+
+    def all_lost(host: str, body: dict[str, Any]) -> Answer | None:
+        if not host.startswith("d") or lost:
+            return None
+        lost.append(now_s())
+        for name in ("d0", "d1"):
+            world.gw.fleet.set_health(EngineId(f"http://{name}"), Health.SUSPECTED, "reset")
+        return REFUSED
+
+    world.servers.behave = all_lost
+    await world.ask()  # they are looked at, and found well
+    assert world.text == "hello"
+    assert len(world.record["attempts"]) == 2
+
+
 @pytest.mark.parametrize("role", ["p", "d"])
 @pytest.mark.parametrize("how", ["status", "refused", "dies", "error event"])
 def test_a_leg_that_fails_before_the_commit_is_tried_elsewhere(role: str, how: str) -> None:

@@ -1,0 +1,63 @@
+"""How long a further attempt waits for servers that were lost, and for which."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from engines.types import EngineId, FleetSnapshot, Health
+from gateway.comeback import COMEBACK_S, submit_again
+from gateway.context import Gateway
+from gateway.decider import Decision
+from gateway.errors import GatewayError, no_pair, overloaded
+from tests.fakes import now_s, request, timeless, view
+
+CHOSEN = cast("Decision", object())
+
+
+class World:
+    """A fleet with one decode; the decider answers with `error` until `until_s`."""
+
+    def __init__(self, error: GatewayError, health: Health = Health.SUSPECTED, until_s: float = 1e9) -> None:
+        self.error, self.until_s = error, until_s
+        self.asked = 0
+        decode = replace(view("d0"), health=health)
+        fleet = SimpleNamespace(snapshot=lambda: FleetSnapshot(1, (decode,)))
+        self.gw = cast("Gateway", SimpleNamespace(decider=self, fleet=fleet))
+
+    async def submit(self, *asked: Any) -> Decision:
+        self.asked += 1
+        if now_s() < self.until_s:
+            raise self.error
+        return CHOSEN
+
+
+async def refused_after_s(world: World, *excluded: EngineId) -> float:
+    began_s = now_s()
+    with pytest.raises(GatewayError) as caught:
+        await submit_again(world.gw, request(excluded_engines=frozenset(excluded)))
+    assert caught.value is world.error
+    return now_s() - began_s
+
+
+@timeless
+async def test_who_comes_back_in_time_is_waited_for() -> None:
+    world = World(no_pair("none"), until_s=now_s() + COMEBACK_S / 2)
+    assert await submit_again(world.gw, request()) is CHOSEN
+    assert now_s() == pytest.approx(world.until_s, abs=0.06)
+
+
+@timeless
+async def test_not_for_ever() -> None:
+    assert await refused_after_s(World(no_pair("none"))) == pytest.approx(COMEBACK_S, abs=0.06)
+
+
+@timeless
+async def test_nobody_waits_for_what_does_not_come_back() -> None:
+    assert await refused_after_s(World(no_pair("none"), Health.BROKEN)) == 0.0
+    decode = view("d0")
+    assert await refused_after_s(World(no_pair("none")), decode.engine_id) == 0.0, "it has failed this request"
+    assert await refused_after_s(World(overloaded("full", retry_after_s=1.0))) == 0.0, "there are pairs"
