@@ -1,6 +1,6 @@
 """A pair for the next attempt of a request that has failed, where all its servers were lost a moment ago. Glue.
 
-A network that breaks all connections at once makes every server suspected until it was looked at, which takes
+A network that breaks all connections at once makes every server suspected or broken until it was looked at, which takes
 milliseconds: who would be told by then that there is no pair waits for that.
 """
 
@@ -17,6 +17,8 @@ from routing.types import RequestView
 COMEBACK_S = 2.0
 """So long it may take to know of a server that it is there: two probes."""
 _LOOK_AGAIN_S = 0.05
+_LOOKED_AT = (Health.SUSPECTED, Health.BROKEN)
+"""What a good probe ends."""
 
 
 async def submit_again(gw: Gateway, view: RequestView, pinned: EngineId | None = None) -> Decision:
@@ -34,4 +36,4 @@ async def submit_again(gw: Gateway, view: RequestView, pinned: EngineId | None =
 
 
 def _may_come_back(server: EngineView, view: RequestView) -> bool:
-    return server.health is Health.SUSPECTED and server.engine_id not in view.excluded_engines and not server.draining
+    return server.health in _LOOKED_AT and server.engine_id not in view.excluded_engines and not server.draining

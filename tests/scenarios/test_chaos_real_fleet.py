@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import socket
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -134,9 +135,12 @@ async def test_the_links_of_a_strangers_fleet_are_broken(fleet_file: Path, tmp_p
     assert len(record.references) > len(requests) / 3
     assert {each.kind for each in requests} == {*("stream", "whole", "completion", "sampled", "several", "leaves")}
     assert {outcome(each) for each in requests} >= {Outcome.WHOLE, Outcome.LEFT}, "the cut has parted some"
-    choices = [choice for each in requests for choice in each.choices]
-    assert any(len(choice.attempts) > 1 for choice in choices), "nobody was disturbed"
-    assert {each.decode for choice in choices for each in choice.attempts} == {"decode0", "decode1"}
+    # On a busy machine the load is cut off before what comes of a reset begins: what it broke is told by itself.
+    broken = [run.note for plan, run in zip(record.planned, record.faults, strict=True) if plan.fault == "reset"]
+    assert len(broken) == 2
+    assert all(re.fullmatch("[1-9][0-9]* connections", note) for note in broken), broken
+    attempts = (each for request in requests for choice in request.choices for each in choice.attempts)
+    assert {each.decode for each in attempts} == {"decode0", "decode1"}
     assert any(each.ids_shown and any(event.ids for event in each.events) for each in requests)
     assert record.history.left_over
     assert str(record.scenario.name) in page.read_text()

@@ -45,9 +45,10 @@ async def refused_after_s(world: World, *excluded: EngineId) -> float:
 
 @timeless
 async def test_who_comes_back_in_time_is_waited_for() -> None:
-    world = World(no_pair("none"), until_s=now_s() + COMEBACK_S / 2)
-    assert await submit_again(world.gw, request()) is CHOSEN
-    assert now_s() == pytest.approx(world.until_s, abs=0.06)
+    for health in (Health.SUSPECTED, Health.BROKEN):
+        world = World(no_pair("none"), health, until_s=now_s() + COMEBACK_S / 2)
+        assert await submit_again(world.gw, request()) is CHOSEN
+        assert now_s() == pytest.approx(world.until_s, abs=0.06)
 
 
 @timeless
@@ -57,7 +58,7 @@ async def test_not_for_ever() -> None:
 
 @timeless
 async def test_nobody_waits_for_what_does_not_come_back() -> None:
-    assert await refused_after_s(World(no_pair("none"), Health.BROKEN)) == 0.0
+    assert await refused_after_s(World(no_pair("none"), Health.NOT_READY)) == 0.0
     decode = view("d0")
     assert await refused_after_s(World(no_pair("none")), decode.engine_id) == 0.0, "it has failed this request"
     assert await refused_after_s(World(overloaded("full", retry_after_s=1.0))) == 0.0, "there are pairs"
