@@ -57,12 +57,17 @@ async def linked(answer: Answer) -> AsyncIterator[tuple[Peer, Link]]:
 
 
 async def well(link: Link) -> None:
+    """Wait until it answers again; its time limit is short, so a busy machine may be SLOW now and then."""
     async with time_limit(5.0):
-        while link.state.trouble is not None:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-    assert await link.command("GET", "k") == b"OK"
-    assert await link.run(CALL) == 1
-    assert await link.read({b"s": b"0"}, 0.01) == {}
+        while True:
+            while link.state.trouble is not None:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            try:
+                answers = await link.command("GET", "k"), await link.run(CALL), await link.read({b"s": b"0"}, 0.01)
+                break
+            except RedisTrouble as trouble:
+                assert trouble.kind is Trouble.SLOW
+    assert answers == (b"OK", 1, {})
 
 
 GARBAGE = {
