@@ -66,7 +66,8 @@ async def well(link: Link) -> None:
                 answers = await link.command("GET", "k"), await link.run(CALL), await link.read({b"s": b"0"}, 0.01)
                 break
             except RedisTrouble as trouble:
-                assert trouble.kind is Trouble.SLOW
+                if trouble.kind is not Trouble.SLOW:
+                    raise
     assert answers == (b"OK", 1, {})
 
 
