@@ -25,7 +25,7 @@ from rich.table import Table
 from engines.server_process import die_with_parent, free_ports
 from engines.sglang_process import NoEnvironment
 from gateway.demo_fleets import DemoFleet, EmulatedFleet, SglangFleet
-from gateway.demo_guest import CHAT_S, Chat, Guest
+from gateway.demo_guest import CHAT_S, READY_S, Chat, Guest
 from gateway.explain_cli import show
 
 
@@ -102,7 +102,7 @@ async def _demo(fleet: DemoFleet, report: Report, console: Console) -> None:
             stack.push_async_callback(server.stop)
             await server.launch()
         for server in fleet.servers:
-            await server.wait_ready()
+            await server.wait_ready(max(server.ready_timeout_s, READY_S))
             console.print(f"{server.role} {server.url} is up")
         url = await stack.enter_async_context(_gateway(fleet))
         guest = Guest(url, await stack.enter_async_context(aiohttp.ClientSession()), fleet.body)
@@ -140,22 +140,28 @@ async def _shared_prefix(guest: Guest, fleet: DemoFleet, report: Report, console
 
 
 async def _kill_a_decode(guest: Guest, fleet: DemoFleet, report: Report, console: Console) -> None:
-    """Streams run on both decodes, greedy and sampled ones, and chats that are not streamed; one decode is killed."""
+    """Streams run on both decodes, greedy and sampled ones, and chats that are not streamed; one decode is killed.
+
+    It is one that is surely amid a stream, however late the news of that comes here on a busy machine.
+    """
     console.rule("a decode is killed during running streams")
     calls = [f"Tell me about exhibit {number}." for number in range(fleet.calls)]
     rooms = [f"Describe hall {number}." for number in range(fleet.streams)]
-    await fleet.learn([*calls, *rooms], fleet.long_tokens, guest.call)
+    await fleet.learn(rooms, fleet.long_tokens, guest.call)
+    await fleet.learn(calls, fleet.call_tokens, guest.call)
     running = asyncio.Semaphore(0)
-    streams = [
-        asyncio.ensure_future(guest.stream(room, fleet.long_tokens, running.release, sampled=number % 2 == 1))
-        for number, room in enumerate(rooms)
-    ]
-    others = [asyncio.ensure_future(guest.call(question, fleet.long_tokens)) for question in calls]
-    for _ in streams:
-        await asyncio.wait_for(running.acquire(), CHAT_S)
-    victim = await guest.busiest(fleet.decodes, at_least=2)
-    await victim.kill(signal.SIGKILL)
-    console.print(f"killed decode {victim.url} with {len(streams)} streams and {len(others)} other chats running")
+    async with fleet.catching(guest) as amid_streams:
+        streams = [
+            asyncio.ensure_future(guest.stream(room, fleet.long_tokens, running.release, sampled=number % 2 == 1))
+            for number, room in enumerate(rooms)
+        ]
+        others = [asyncio.ensure_future(guest.call(question, fleet.call_tokens)) for question in calls]
+        for _ in streams:
+            await asyncio.wait_for(running.acquire(), CHAT_S)
+        victim = await amid_streams()
+        live = [sum(not chat.done() for chat in each) for each in (streams, others)]
+        await victim.kill(signal.SIGKILL)
+    console.print(f"killed decode {victim.url} with {live[0]} streams and {live[1]} other chats running")
     streamed, whole = await asyncio.gather(*streams), await asyncio.gather(*others)
     _tell(console, [*streamed, *whole])
     greedy, sampled = streamed[::2], streamed[1::2]
@@ -182,8 +188,9 @@ async def _kill_a_prefill(guest: Guest, fleet: DemoFleet, report: Report, consol
     ]
     for _ in streams:
         await asyncio.wait_for(running.acquire(), CHAT_S)
+    live = sum(not chat.done() for chat in streams)
     await fleet.prefills[0].kill(signal.SIGKILL)
-    console.print(f"killed prefill {fleet.prefills[0].url} with {len(streams)} streams running")
+    console.print(f"killed prefill {fleet.prefills[0].url} with {live} streams running")
     chats = await asyncio.gather(*streams)
     _tell(console, chats)
     await _check_whole("streams are whole though a prefill died", chats, fleet, guest, report)

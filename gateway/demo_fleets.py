@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from engines.token_rule import sampling_key, unpack
 from engines.types import Role
 from failover.chaos.history import Attempt, Choice, Limits
 from failover.chaos.segments import Read, Whole, explain
-from gateway.demo_guest import READY_S, Chat, Guest
+from gateway.demo_guest import CHAT_S, READY_S, Chat, Guest
 
 _SPEED = 5.0
 _SYSTEM = "You are the guide of a museum of failures. " + " ".join(
@@ -34,6 +36,8 @@ Ask = Callable[[str, int], Awaitable[Chat]]
 """Asks a question for so many tokens, greedily."""
 Get = Callable[[str], Awaitable[Any]]
 """The JSON at a URL."""
+AmidStreams = Callable[[], Awaitable[ServerProcess]]
+"""Waits until a decode is amid streams, and says which."""
 
 
 class DemoFleet(ABC):
@@ -49,6 +53,9 @@ class DemoFleet(ABC):
     streams: int
     calls: int
     long_tokens: int
+    """Of a stream."""
+    call_tokens: int
+    """Of a chat that is not streamed."""
     release_s: float
     """How long KV may stay reserved after a kill."""
 
@@ -80,6 +87,11 @@ class DemoFleet(ABC):
             await asyncio.sleep(0.1)
         raise RuntimeError("the gateway did not come to know how its servers tokenize")
 
+    @asynccontextmanager
+    async def catching(self, guest: Guest) -> AsyncIterator[AmidStreams]:
+        """Streams that are asked for inside of this are waited for."""
+        yield partial(guest.busiest, self.decodes, at_least=2)
+
     @abstractmethod
     async def is_true(self, chat: Chat, guest: Guest) -> bool:
         """Whether this is an answer that the model gives: for a greedy chat the only one."""
@@ -97,8 +109,8 @@ class EmulatedFleet(DemoFleet):
     model = "emulated"
     tokenizer_path = FOLDER
     system = _SYSTEM
-    streams, calls, long_tokens = 12, 8, 300
-    release_s = 30.0 / _SPEED + 2.0
+    streams, calls, long_tokens, call_tokens = 12, 8, 300, 140
+    release_s = 30.0 / _SPEED + 20.0
 
     def __init__(self) -> None:
         flags = ("--enable-cache-report",)
@@ -114,6 +126,19 @@ class EmulatedFleet(DemoFleet):
         await super().prepare(guest)
         for server in self.servers:
             self._secrets[server.url] = bytes.fromhex((await guest.get(f"{server.url}/emulator/secret"))["secret"])
+
+    @asynccontextmanager
+    async def catching(self, guest: Guest) -> AsyncIterator[AmidStreams]:
+        """Each decode holds one stream in its middle: all would be over before they are looked at on a busy machine."""
+        holds = dict[ServerProcess, str]()
+        for server in self.decodes:
+            middle = {"stage": "token", "k": self.call_tokens + 1}  # no other chat comes so far
+            hold = await guest.send("POST", f"{server.url}/emulator/hold", middle)
+            holds[server] = f"{server.url}/emulator/hold/{hold['hold_id']}"
+        yield partial(_first_held, holds, guest)
+        for server, url in holds.items():
+            if server.returncode is None:
+                await guest.send("DELETE", url)
 
     async def is_true(self, chat: Chat, guest: Guest) -> bool:
         """Attempt by attempt: each must have gone on from just what the one before had written."""
@@ -145,7 +170,7 @@ class SglangFleet(DemoFleet):
     oracle = "the answer when nothing was killed"
     patience = " (half a minute to two)"
     system = _SHORT_SYSTEM
-    streams, calls, long_tokens = 4, 4, 150
+    streams, calls, long_tokens, call_tokens = 4, 4, 150, 150
     release_s = 40.0
     """A decode keeps the KV of a request whose prefill died for 30 s."""
 
@@ -180,6 +205,15 @@ class SglangFleet(DemoFleet):
         """By `/v1/loads`, which says what requests use: what the radix cache keeps is not counted."""
         loads = await get(f"{server.url}/v1/loads")
         return sum(rank["num_used_tokens"] for rank in loads["loads"])
+
+
+async def _first_held(holds: Mapping[ServerProcess, str], guest: Guest) -> ServerProcess:
+    async with asyncio.timeout(CHAT_S):
+        while True:
+            for server, url in holds.items():
+                if (await guest.get(url))["state"] == "held":
+                    return server
+            await asyncio.sleep(0.01)
 
 
 def _available_bytes() -> int:

@@ -12,8 +12,10 @@ import aiohttp
 
 from engines.server_process import ServerProcess
 
-READY_S = 20.0
+READY_S = 120.0
+"""A busy machine takes so long to start a dozen processes."""
 CHAT_S = 60.0
+_ANSWER_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,11 @@ class Guest:
         self._body = body
 
     async def get(self, url: str) -> Any:
-        async with self._http.get(url, timeout=aiohttp.ClientTimeout(total=5)) as answer:
+        return await self.send("GET", url)
+
+    async def send(self, method: str, url: str, body: Any = None) -> Any:
+        """The JSON that is answered."""
+        async with self._http.request(method, url, json=body, timeout=aiohttp.ClientTimeout(total=_ANSWER_S)) as answer:
             return await answer.json()
 
     async def wait_ready(self, pairs: int) -> None:

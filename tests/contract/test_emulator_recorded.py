@@ -1,7 +1,8 @@
 """The emulator against recorded failures of a real SGLang 0.5.23: the same requests, aborts, drops and deaths.
 
 `tests/data/sglang/faults.json` holds the excerpts. The recorded prefill's and decode's limits were 20 and 30 s; here
-all runs SPEED times faster. Counts of prompt tokens belong to the recorded model's tokenizer.
+all runs SPEED times faster, and only who waits for a limit is sent to servers that have them: a busy machine takes as
+long for other things. Counts of prompt tokens belong to the recorded model's tokenizer.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import asyncio
 import json
 import re
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,15 @@ from engines.emulator.process import EmulatedServer
 from engines.types import Role
 from tests.conformance.compare import differences, reduced
 from tests.conformance.stage import Call, Stage
+from tests.machine import Stopwatch
 from tests.warm import WarmServer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
+Pair = tuple[EmulatedServer, EmulatedServer]
 SPEED = 25.0
+GIVE_UP_S = 30.0
+"""Whatever has not come by then hangs, on any machine."""
 LIMITS = {"SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "20", "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "30"}
 RECORDED: dict[str, Any] = json.loads((Path(__file__).parent.parent / "data" / "sglang" / "faults.json").read_text())
 RECORDED_NAMES = {"30298": "PORT", "43517": "RANK PORT", "20.0s": "BOOTSTRAP LIMIT", "30.0s": "WAITING LIMIT"}
@@ -39,34 +44,52 @@ CUT = (*TOKENIZER, "*completion_tokens", "*.output_ids*", "*.weight_versions*", 
 
 
 @asynccontextmanager
-async def pair() -> AsyncIterator[tuple[EmulatedServer, EmulatedServer]]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in LIMITS.items():
-            patch.setenv(name, value)
-        prefill = WarmServer(Role.PREFILL, speed=SPEED, arguments=("--model", "tiny"))
-        decode = WarmServer(
-            Role.DECODE, speed=SPEED, arguments=("--model", "tiny"), bootstrap_port=prefill.bootstrap_port
-        )
-        try:
+async def pair(environment: Mapping[str, str]) -> AsyncIterator[Pair]:
+    """A pair that is started with this environment; what is restarted of it has none."""
+    prefill = WarmServer(Role.PREFILL, speed=SPEED, arguments=("--model", "tiny"))
+    decode = WarmServer(Role.DECODE, speed=SPEED, arguments=("--model", "tiny"), bootstrap_port=prefill.bootstrap_port)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
             for server in (prefill, decode):
                 await server.launch()
-            for server in (prefill, decode):
-                await server.wait_ready()
-            yield prefill, decode
-        finally:
-            for server in (prefill, decode):
-                await server.stop()
+        for server in (prefill, decode):
+            await server.wait_ready()
+        yield prefill, decode
+    finally:
+        for server in (prefill, decode):
+            await server.stop()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def servers() -> AsyncIterator[tuple[EmulatedServer, EmulatedServer]]:
-    async with pair() as running:
+async def servers() -> AsyncIterator[Pair]:
+    async with pair({}) as running:
         yield running
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def limited_servers() -> AsyncIterator[Pair]:
+    async with pair(LIMITS) as running:
+        yield running
+
+
+@asynccontextmanager
+async def a_stage(prefill: EmulatedServer, decode: EmulatedServer) -> AsyncIterator[Stage]:
+    """The pair, with empty caches."""
+    async with aiohttp.ClientSession() as http:
+        ready = Stage(prefill, decode, http, lambda *_: pytest.fail("no third server"))
+        ready.give_up_s = GIVE_UP_S
+        ready.names |= {**OWN_NAMES, str(prefill.bootstrap_port): "PORT"}
+        for leg in ("prefill", "decode"):
+            await ready.quietly(leg, "/flush_cache")
+        yield ready
+        await ready.close()
+
+
 @pytest_asyncio.fixture(loop_scope="module")
-async def stage(servers: tuple[EmulatedServer, EmulatedServer]) -> AsyncIterator[Stage]:
-    """The pair, idle and with empty caches; a decode knows nothing of a prefill that was not there before it."""
+async def stage(servers: Pair) -> AsyncIterator[Stage]:
+    """A pair that is idle; a decode knows nothing of a prefill that was not there before it."""
     prefill, decode = servers
     if prefill.returncode is not None:
         await prefill.launch()
@@ -75,14 +98,15 @@ async def stage(servers: tuple[EmulatedServer, EmulatedServer]) -> AsyncIterator
         await decode.launch()
     for server in servers:
         await server.wait_ready()
-    async with aiohttp.ClientSession() as http:
-        ready = Stage(prefill, decode, http, lambda *_: pytest.fail("no third server"))
-        ready.give_up_s = 10.0
-        ready.names |= {**OWN_NAMES, str(prefill.bootstrap_port): "PORT"}
-        for leg in ("prefill", "decode"):
-            await ready.quietly(leg, "/flush_cache")
+    async with a_stage(*servers) as ready:
         yield ready
-        await ready.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def limited_stage(limited_servers: Pair) -> AsyncIterator[Stage]:
+    """A pair whose time limits are those of the record."""
+    async with a_stage(*limited_servers) as ready:
+        yield ready
 
 
 def send(stage: Stage, name: str, room: int, leg: str = "", **changes: Any) -> Call:
@@ -94,7 +118,9 @@ def send(stage: Stage, name: str, room: int, leg: str = "", **changes: Any) -> C
         if recorded["body"]["bootstrap_port"] == 30298:
             body["bootstrap_port"] = stage.prefill.bootstrap_port
     leg = leg or ("prefill" if name.endswith(("_p", "_prefill")) or "prefill_only" in name else "decode")
-    return stage.ask(leg, recorded["path"], body, label=name)
+    watch, call = Stopwatch(), stage.ask(leg, recorded["path"], body, label=name)
+    call._task.add_done_callback(lambda _: call.reply.update(counted_s=watch.of(call.reply["elapsed_s"])))
+    return call
 
 
 async def both(stage: Stage, prefill: str, decode: str, **changes: Any) -> tuple[Call, Call]:
@@ -109,11 +135,24 @@ async def held_transfer(stage: Stage) -> int:
     return int(orjson.loads((await stage.quietly("prefill", "/emulator/hold", {"stage": "transfer"}))[1])["hold_id"])
 
 
+async def held(stage: Stage, hold: int) -> None:
+    """Wait until that hold has a request."""
+    await stage.quietly("prefill", f"/emulator/hold/{hold}?wait_s={GIVE_UP_S}", method="GET")
+
+
 async def release(stage: Stage, hold: int) -> None:
-    """Let a held transfer go on, once it is held and others had time to come."""
-    await stage.quietly("prefill", f"/emulator/hold/{hold}?wait_s=10", method="GET")
-    await asyncio.sleep(0.1)
     await stage.quietly("prefill", f"/emulator/hold/{hold}", method="DELETE")
+
+
+async def have_come(stage: Stage, leg: str, room: int, count: int = 1, tokens: int = 0) -> None:
+    """Wait until a leg has, or had, so many requests in a room that have so many tokens."""
+
+    async def there() -> bool:
+        known = orjson.loads((await stage.quietly(leg, "/emulator/requests", method="GET"))[1])
+        come = (each for each in (*known["live"], *known["recent"]) if each["room"] == room)
+        return sum(each["output_tokens"] >= tokens for each in come) >= count
+
+    assert await stage.until(there, GIVE_UP_S)
 
 
 async def some_tokens(call: Call) -> bool:
@@ -130,7 +169,8 @@ def agrees(stage: Stage, *names: str, loose: tuple[str, ...] = TOKENIZER) -> Non
         got = reduced({"names": {**stage.names, **own_rooms}, "replies": {name: own}}, loose)
         assert list(differences(want, got)) == []
         if real["elapsed_s"] > 5.0 and real["end"] == "whole" and not own.get("untimed"):
-            assert own["elapsed_s"] * SPEED == pytest.approx(real["elapsed_s"], rel=0.5), name
+            assert own["elapsed_s"] * SPEED >= real["elapsed_s"] * 0.5, name
+            assert own["counted_s"] * SPEED <= real["elapsed_s"] * 1.5, name
 
 
 @pytest.mark.parametrize(
@@ -141,12 +181,12 @@ def agrees(stage: Stage, *names: str, loose: tuple[str, ...] = TOKENIZER) -> Non
         *("wrong_bootstrap_host_decode", "wrong_bootstrap_port_decode"),
     ],
 )
-async def test_a_leg_alone_ends_by_its_time_limit(stage: Stage, name: str) -> None:
-    call = send(stage, name, stage.room())
+async def test_a_leg_alone_ends_by_its_time_limit(limited_stage: Stage, name: str) -> None:
+    call = send(limited_stage, name, limited_stage.room())
     port = RECORDED[name]["request"]["body"]["bootstrap_port"]
     assert port == 30298 or name == "wrong_bootstrap_port_decode"
     await call.done()
-    agrees(stage, name)
+    agrees(limited_stage, name)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +207,7 @@ async def test_an_abort_cuts_a_running_answer_short(stage: Stage, prefix: str) -
     room = stage.room()
     prefill, decode = send(stage, f"{prefix}_prefill", room), send(stage, f"{prefix}_decode", room)
     await prefill.done()
-    await asyncio.sleep(0.1)
+    await have_come(stage, "decode", room, tokens=95)  # as many as the shorter of the recorded ones
     await stage.abort("decode", RECORDED[f"{prefix}_decode"]["request"]["body"]["rid"])
     await decode.done()
     agrees(stage, f"{prefix}_prefill", f"{prefix}_decode", loose=CUT)
@@ -204,7 +244,7 @@ async def test_a_prefill_that_comes_after_a_dropped_decode_fails_at_once(stage: 
     await decode.drop()
     await stage.settled("decode")
     prefill = await send(stage, "disc_decode_only_prefill", room).done()
-    assert prefill.reply["elapsed_s"] < 0.5
+    assert prefill.reply["counted_s"] < 0.5
     agrees(stage, "disc_decode_only", "disc_decode_only_prefill")
 
 
@@ -223,9 +263,12 @@ async def test_of_two_decodes_in_one_room_one_is_answered(stage: Stage) -> None:
     assert await stage.waiting("decode", 2)
     hold = await held_transfer(stage)  # else the first prefill could be done, and the room with it, before the second
     prefills = [send(stage, "dup_room_p1", room, "prefill"), send(stage, "dup_room_p2", room, "prefill")]
+    await have_come(stage, "prefill", room, 2)
+    await held(stage, hold)
     await release(stage, hold)
     await asyncio.gather(*(call.done() for call in prefills))
-    await asyncio.wait([asyncio.ensure_future(call.done()) for call in decodes], timeout=15.0 / SPEED)
+    await asyncio.wait([call._task for call in decodes], return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait([call._task for call in decodes], timeout=15.0 / SPEED)
     for call in decodes:
         if not call.ended():
             await call.drop()
@@ -292,7 +335,7 @@ async def test_a_killed_decode_cuts_streams_and_answers_nothing_else(stage: Stag
     calls += [send(stage, f"kill_decode_direct_{name}", rooms[1]) for name in ("ns_prefill", "ns")]
     for prefill in calls[::2]:
         await prefill.done()
-    await stage.until(lambda: some_tokens(calls[1]), 5.0)
+    assert await stage.until(lambda: some_tokens(calls[1]), GIVE_UP_S)
     await stage.decode.kill()
     for call in calls:
         await call.done()
@@ -303,7 +346,7 @@ async def test_a_decode_frozen_and_killed_in_the_transfer_fails_the_prefill(stag
     hold = await held_transfer(stage)
     room = stage.room()
     calls = send(stage, "k3_decode_frozen_prefill", room), send(stage, "k3_decode_frozen_decode", room)
-    await stage.quietly("prefill", f"/emulator/hold/{hold}?wait_s=10", method="GET")
+    await held(stage, hold)
     stage.decode.send_signal(signal.SIGSTOP)
     await release(stage, hold)
     await asyncio.sleep(3.0 / SPEED)
@@ -329,8 +372,13 @@ async def test_a_terminated_decode_serves_on_while_it_has_requests(stage: Stage)
     await prefill.done()
     await stream.first.wait()
     stage.decode.send_signal(signal.SIGTERM)
-    await asyncio.sleep(0.05)
-    assert (await stage.quietly("decode", "/health", method="GET"))[0] == RECORDED["sigterm_decode_health"]["status"]
+
+    async def ill() -> bool:
+        return (await stage.quietly("decode", "/health", method="GET"))[0] == RECORDED["sigterm_decode_health"][
+            "status"
+        ]
+
+    assert await stage.until(ill, GIVE_UP_S)
     late = send(stage, "sigterm_decode_new", stage.room(), "decode")
     await stream.done()
     assert not late.ended()

@@ -321,9 +321,14 @@ async def test_a_stream_is_held_at_a_place(fleet: EmuFleet, path: str, at: str) 
 
     reading = asyncio.ensure_future(read())
     await fleet.held(plain, hold)
+
+    async def has_come() -> bool:
+        events = [orjson.loads(frame.removeprefix(b"data: ")) for frame in bytes(data).split(b"\n\n") if frame]
+        return PLACES[path, at](events)
+
+    await until(has_come)
     await asyncio.sleep(0.1)
-    events = [orjson.loads(frame.removeprefix(b"data: ")) for frame in bytes(data).split(b"\n\n") if frame]
-    assert PLACES[path, at](events), events
+    assert await has_come(), "no more comes"
     assert not reading.done()
     await fleet.release(plain, hold)
     await reading

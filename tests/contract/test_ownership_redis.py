@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import bisect
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from routing.ownership_log import HOLD, batch_name, clear, pack_ops, unpack_ops
 from routing.redis_link import Entry, ScriptCall, load_script
 from routing.redis_orders import entries
 from tests.contract.ownership_replicas import P0, P1, Replica, a_fleet, alike, chain, replica, until
+from tests.machine import time_limit
 from tests.redis_servers import RedisServer, single
 
 
@@ -48,14 +50,14 @@ async def test_what_we_write_is_not_read_back_and_what_others_write_meanwhile_is
     keys = a_fleet()
     async with replica(server.url, keys) as one, replica(server.url, keys) as other:
         await until(lambda: one.store.status().state == other.store.status().state == "shared")
-        back = own_entries_read_by(one)
+        readings = Readings(one)
         for seed in range(40):
             one.hold(seed)
             await asyncio.sleep(0.01)
         await until(lambda: not one.store._outbox.has_work() and not one.store._outbox.lane(P0).unread)
-        [log] = [each for each in keys_of(server, keys, "log") if server.ask("XLEN", each) > 2]
-        written = server.ask("XLEN", log)
-        assert len(back) <= written / 2, "the wait under way at the first of them, and pauses of this machine"
+        assert len(readings.writes_s) > 2
+        assert readings.own_with_writes == []
+        assert min(readings.pauses_before_waits_s(), default=1.0) > 0.029, "our own next write would end that wait"
         delays = []
         for seed in range(100, 160):
             for each, engine_id in ((one, P0), (other, P1), (one, P1), (other, P0)):
@@ -67,29 +69,39 @@ async def test_what_we_write_is_not_read_back_and_what_others_write_meanwhile_is
         assert one.told.kinds() == ["held"] * 120
 
 
-def own_entries_read_by(one: Replica) -> list[bytes]:
-    """The entries of its own that the replica gets from now on, from logs that it reads or that are read for it."""
-    read, run_all = one.link.read, one.link.run_all
-    found: list[bytes] = []
-    mine = b" %s " % one.store._replica.encode()
+class Readings:
+    """How a replica reads the logs from now on: with its writes, or by waiting on them when it has none."""
 
-    def note(streams: Mapping[bytes, list[Entry]]) -> None:
-        found.extend(at for new in streams.values() for at, fields in new if mine in fields[b"h"])
+    def __init__(self, one: Replica) -> None:
+        self.own_with_writes: list[bytes] = []
+        """Its own entries that came back with later writes."""
+        self.writes_s: list[float] = []
+        """When each write with which logs were read was over."""
+        self._waits_s: list[float] = []
+        read, run_all = one.link.read, one.link.run_all
+        mine = b" %s " % one.store._replica.encode()
 
-    async def noting_read(*args: Any) -> Any:
-        streams = await read(*args)
-        note(streams)
-        return streams
+        async def noting_read(*args: Any) -> Any:
+            self._waits_s.append(one.now_s())
+            return await read(*args)
 
-    async def noting_run_all(calls: Sequence[ScriptCall]) -> Any:
-        replies = await run_all(calls)
-        for call, reply in zip(calls, replies, strict=True):
-            if call.script.name == "write" and isinstance(reply, list):
-                note(entries(reply[0]))
-        return replies
+        async def noting_run_all(calls: Sequence[ScriptCall]) -> Any:
+            replies = await run_all(calls)
+            for call, reply in zip(calls, replies, strict=True):
+                if call.script.name == "write" and isinstance(reply, list):
+                    self.writes_s.append(one.now_s())
+                    streams: Mapping[bytes, list[Entry]] = entries(reply[0])
+                    self.own_with_writes += [
+                        at for new in streams.values() for at, fields in new if mine in fields[b"h"]
+                    ]
+            return replies
 
-    one.link.read, one.link.run_all = noting_read, noting_run_all  # type: ignore[method-assign, assignment]
-    return found
+        one.link.read, one.link.run_all = noting_read, noting_run_all  # type: ignore[method-assign, assignment]
+
+    def pauses_before_waits_s(self) -> list[float]:
+        """How long before each wait the last such write was over."""
+        before = [bisect.bisect(self.writes_s, at_s) for at_s in self._waits_s]
+        return [at_s - self.writes_s[found - 1] for at_s, found in zip(self._waits_s, before, strict=True) if found]
 
 
 async def test_one_engine_whose_rows_redis_refuses_holds_up_no_other(server: RedisServer) -> None:
@@ -158,7 +170,7 @@ async def test_the_bytes_of_a_run_are_sent_once(server: RedisServer) -> None:
         one.store.confirm(one.store.claim_pending(P0, 1, chain(1, 100), one.now_s()), one.now_s())
         await until(lambda: one.store.status().queued_bytes == 0)
         claim = one.store.claim_pending(P0, 1, chain(2, 100), one.now_s())
-        await asyncio.sleep(0.25)  # claims that end sooner than 0.1 s are not told
+        await until(lambda: keys_of(server, keys, "pending"))  # claims that end sooner than 0.1 s are not told
         one.store.confirm(claim, one.now_s())
         await alike(server.url, keys, one)
         [log] = keys_of(server, keys, "log")
@@ -170,10 +182,10 @@ async def test_the_bytes_of_a_run_are_sent_once(server: RedisServer) -> None:
 async def test_a_claim_that_ends_soon_is_written_once_and_one_that_fails_never(
     server: RedisServer,
 ) -> None:
-    keys = a_fleet()
-    async with replica(server.url, keys) as one:
-        failed = one.store.claim_pending(P0, 1, chain(1, 50), one.now_s())
-        kept = one.store.claim_pending(P0, 1, chain(2, 100), one.now_s())
+    keys, now_s = a_fleet(), asyncio.get_running_loop().time()
+    async with replica(server.url, keys, clock=lambda: now_s) as one:  # both end soon, however long that takes here
+        failed = one.store.claim_pending(P0, 1, chain(1, 50), now_s)
+        kept = one.store.claim_pending(P0, 1, chain(2, 100), now_s)
         await asyncio.sleep(0.03)
         one.store.drop(failed)
         one.store.confirm(kept, one.now_s())
@@ -194,7 +206,7 @@ async def test_a_fresh_replica_is_told_all_there_is_the_oldest_first(server: Red
         await until(lambda: one.store.status().queued_bytes == 0)
         one.store.hold(P0, 1, chain(1, 9), one.now_s())  # its parent is older
         one.store.claim_pending(P1, 1, chain(5), one.now_s())
-        await asyncio.sleep(0.1)
+        await until(lambda: keys_of(server, keys, "pending"))
         async with replica(server.url, keys, begin=False) as fresh:
             held = [what for what in fresh.told.seen if what[0] == "held"]
             assert [what[2] for what in held] == [chain(1, 3), chain(2, 3), chain(1, 9)[3:]]
@@ -223,19 +235,22 @@ async def test_warm_rows_become_ours_when_the_same_boot_is_seen_here(server: Red
 
 async def test_rows_end_by_themselves(server: RedisServer) -> None:
     keys = a_fleet()
-    config = OwnershipConfig(held_s=0.4, pending_s=0.2)
+    config = OwnershipConfig(held_s=2.0, pending_s=1.5)
     async with replica(server.url, keys, config=config) as one, replica(server.url, keys, config=config) as other:
         one.hold(1)
         one.store.claim_pending(P0, 1, chain(2), one.now_s())
-        await until(lambda: other.owned(1) == 4)
-        await asyncio.sleep(0.5)
-        assert other.rows() == one.rows() == set()
+        await until(lambda: other.owned(1) == 4 and "promised" in other.told.kinds())
+        await until(lambda: other.rows() == one.rows() == set())
         assert other.store.expire(other.now_s()) == 2
         assert other.told.kinds().count("unpromised") == 1
-        one.hold(3)  # any write clears out what is over
+        async with time_limit(5.0):
+            while True:
+                one.hold(3)  # any write clears out what is over
+                found = await inspect(other.link, keys)
+                if [(each.runs, each.pending) for each in found.engines if each.engine_id == P0] == [(1, 0)]:
+                    break
+                await asyncio.sleep(0.05)
         await until(lambda: other.owned(3) == 4)
-        found = await inspect(other.link, keys)
-        assert [(engine.runs, engine.pending) for engine in found.engines if engine.engine_id == P0] == [(1, 0)]
 
 
 async def test_two_writers_of_one_run(server: RedisServer) -> None:
@@ -353,7 +368,7 @@ async def test_only_the_last_boots_are_remembered(server: RedisServer) -> None:
     async with replica(server.url, keys) as one:
         for epoch in range(2, 14):
             one.store.begin(P0, epoch, f"boot {epoch}")
-            await asyncio.sleep(0.04)
+            await until(lambda: one.store._outbox.lane(P0).settled)
         await until(lambda: one.store.status().state == "shared")
         [epochs] = {each for each in keys_of(server, keys, "epochs") if server.ask("HEXISTS", each, P0)}
         boots = server.ask("HGET", epochs, f"{P0}\nboots").decode().splitlines()
@@ -492,8 +507,12 @@ async def test_inspection(server: RedisServer) -> None:
         one.store.hold(P0, 1, chain(2, 6), one.now_s(), Tier.HOST)
         one.store.claim_pending(P0, 1, chain(3), one.now_s())
         await until(lambda: other.owned(2, 6) == 6)
-        await asyncio.sleep(1.1)
-        found = await inspect(one.link, keys)
+        async with time_limit(2.5):
+            while True:
+                found = await inspect(one.link, keys)
+                if [sum(each.lag_by_shard) for each in found.replicas] == [0, 0]:
+                    break
+                await asyncio.sleep(0.05)
         assert len(found.shards) == 16
         [engine] = [each for each in found.engines if each.engine_id == P0]
         assert (engine.runs, engine.blocks, engine.pending) == (2, 10, 1)
@@ -501,10 +520,8 @@ async def test_inspection(server: RedisServer) -> None:
         assert engine.number > 1_700_000_000_000
         busy = [shard for shard in found.shards if shard.seq]
         assert all(shard.db_epoch and shard.log_entries and shard.log_bytes for shard in busy)
-        assert len(found.replicas) == 2
-        for each in found.replicas:
-            assert each.age_s < 2.5
-            assert each.lag_entries == sum(each.lag_by_shard) == 0
+        assert [each.lag_entries for each in found.replicas] == [0, 0]
+        assert all(each.age_s < 2.5 for each in found.replicas)
         assert (await inspect(one.link, a_fleet())).engines == ()
 
 

@@ -11,9 +11,10 @@ import pytest_asyncio
 
 from engines.emulator.process import EmulatedServer
 from engines.types import Leg
+from failover.deadlines import KNOWN_GAPS
 from tests.machine import Stopwatch
 from tests.scenarios.client import Answer
-from tests.scenarios.cluster import Cluster
+from tests.scenarios.cluster import Cluster, eventually
 from tests.scenarios.phases import Asked, pair_of
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.alone]
@@ -49,12 +50,29 @@ async def slow(shared_slow: Cluster) -> AsyncIterator[Cluster]:
 
 
 async def streaming(cluster: Cluster, count: int) -> list[Asked]:
-    """So many streams, each with some tokens at its client."""
+    """So many streams, each with so many tokens at its client that it has shown its pace."""
     asked = [Asked(cluster, stream=True, tokens=TOKENS) for _ in range(count)]
-    for each in asked:
-        await each.streaming()
-    await asyncio.sleep(0.2)  # a stream shows its pace by some tokens more
+
+    async def missing() -> str:
+        events = min(len(each.answer.events) for each in asked)
+        return "" if events > 2 * KNOWN_GAPS else f"a stream has {events} events"
+
+    await eventually(missing, 5.0)
     return asked
+
+
+async def decode_at_work(cluster: Cluster) -> EmulatedServer:
+    """A decode that is amid an answer."""
+    found: list[EmulatedServer] = []
+
+    async def missing() -> str:
+        for server in cluster.decodes:
+            if any(each["output_tokens"] > 10 for each in (await cluster.requests(server))["live"]):
+                found.append(server)
+        return "" if found else "no decode is amid an answer"
+
+    await eventually(missing, 5.0)
+    return found[0]
 
 
 def decode_of(cluster: Cluster, answer: Answer) -> EmulatedServer:
@@ -129,8 +147,7 @@ async def test_a_pair_that_is_dead_but_connected_is_found_before_its_first_token
 
 async def test_a_whole_answer_is_not_waited_for_where_its_decode_is_frozen(slow: Cluster) -> None:
     asked = [Asked(slow, stream=False, tokens=TOKENS) for _ in range(4)]
-    await asyncio.sleep(0.8)
-    frozen = (await pair_of(slow))[Leg.DECODE]
+    frozen = await decode_at_work(slow)
     begun = Stopwatch()
     frozen.send_signal(signal.SIGSTOP)
     attempts = []
