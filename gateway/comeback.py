@@ -24,7 +24,7 @@ _LOOKED_AT = (Health.SUSPECTED, Health.BROKEN)
 async def submit_again(gw: Gateway, view: RequestView, pinned: EngineId | None = None) -> Decision:
     """`Decider.submit` of a further attempt; raises what that raises, where no server comes back in time."""
     clock = asyncio.get_running_loop().time
-    until_s = clock() + COMEBACK_S
+    until_s = min(clock() + COMEBACK_S, view.deadline_s)
     while True:
         try:
             return await gw.decider.submit(view, pinned)

@@ -78,7 +78,7 @@ def plans(
                 speed=plan.speed,
                 arguments=(*_own_flags(name, plan), *plan.engine_flags, *flags, *links.engine_flags(name)),
                 port=addresses.ports[name],
-                bootstrap_port=addresses.bootstrap_ports.get(name) or free_ports(1)[0],
+                bootstrap_port=addresses.bootstrap_ports.get(name),
             )
             yield ChildPlan(name, role.value, server.url, server.command, _answers(http, f"{server.url}/ready"))
     for name in addresses.of("gateway"):

@@ -35,10 +35,11 @@ class World:
         return CHOSEN
 
 
-async def refused_after_s(world: World, *excluded: EngineId) -> float:
+async def refused_after_s(world: World, *excluded: EngineId, within_s: float = 10.0) -> float:
     began_s = now_s()
+    asked = request(excluded_engines=frozenset(excluded), deadline_s=began_s + within_s)
     with pytest.raises(GatewayError) as caught:
-        await submit_again(world.gw, request(excluded_engines=frozenset(excluded)))
+        await submit_again(world.gw, asked)
     assert caught.value is world.error
     return now_s() - began_s
 
@@ -54,6 +55,8 @@ async def test_who_comes_back_in_time_is_waited_for() -> None:
 @timeless
 async def test_not_for_ever() -> None:
     assert await refused_after_s(World(no_pair("none"))) == pytest.approx(COMEBACK_S, abs=0.06)
+    short_s = COMEBACK_S / 2
+    assert await refused_after_s(World(no_pair("none")), within_s=short_s) == pytest.approx(short_s, abs=0.06)
 
 
 @timeless
