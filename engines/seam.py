@@ -14,9 +14,9 @@ from engines.capture import Capture
 from engines.client_stream import Emitted, Inexact, TextOf
 from engines.seam_text import CONTEXT_TOKENS, REPLACEMENT, SeamText, Stops
 
-_SHRINKS_CHARS = 4
-"""A byte-fallback tokenizer shows each missing byte of a character, of at most four, by one U+FFFD."""
 _CANDIDATES = 16
+_HALVES_TOKENS = 32
+"""So many ids in a row may end inside a character, each, where text without halves is looked for: a bound on the work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +72,9 @@ def seam_at(
     context = list(prompt_ids[-CONTEXT_TOKENS:])
     ids, sent = list(emitted.ids), emitted.text
     skipped = len(text_of(context))
-    last = len(ids) if emitted.ids_shown else 0
+    last, shorter = len(ids) if emitted.ids_shown else 0, 0
     for kept in range(len(ids), -1, -1):
         text = text_of(context + ids[:kept])[skipped:] if kept else ""
-        if len(text) + _SHRINKS_CHARS < len(sent):
-            break
         if text == sent and kept >= last:
             joined = SeamText(sent, "", stops, context=_context(prompt_ids, ids[:kept]), text_of=text_of)
             return Seam(kept, _unless_done(joined), True)
@@ -86,6 +84,9 @@ def seam_at(
             return Seam(kept, SeamText(sent, unsent, stops, context=context, text_of=text_of), False)
         if clean and sent.startswith(text):
             return _mended([*context, *ids], len(context) + kept, sent, len(text), stops, text_of, len(ids))
+        shorter += len(text) < len(sent)
+        if shorter and (clean or shorter == _HALVES_TOKENS):
+            break
     raise Inexact("the text that was sent is not what the tokenizer makes of the ids")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 import pytest
-from hypothesis import given, reject
+from hypothesis import example, given, reject
 from hypothesis import strategies as st
 
 from engines.client_stream import ClientStream, Emitted, Frames, Inexact, TextOf
@@ -164,6 +164,18 @@ def check_completion(events: Sequence[Mapping[str, Any]], wanted: Expected, *, i
         assert told == [-0.25 * token for token in wanted.ids]
 
 
+SEVERAL_HALVES = Play(
+    [1, 1, *(PIECES.index(piece) for piece in (b" \xc3", b"O\xc3", b"\xe4\xbd\xa0\xe4")), EOS],
+    [],
+    False,
+    6,
+    [5],
+    [1] * 4,
+)
+"""Three tokens in a row end inside characters, and the last shows the text of all."""
+
+
+@example(SEVERAL_HALVES, False, False)
 @given(plays(), st.booleans(), st.booleans())
 def test_a_completion_reads_as_one(play: Play, ids: bool, logprobs: bool) -> None:
     asked = {"return_token_ids": True} if ids else {}

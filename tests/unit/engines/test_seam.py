@@ -60,6 +60,14 @@ def test_a_text_in_the_middle_of_a_token_is_continued_there() -> None:
     assert seam.text.add([1], "a", False).text == "ca"
 
 
+def test_characters_may_break_off_in_several_tokens_in_a_row() -> None:
+    seam = at([1, 8, 8, 8], "ad \ufffdd \ufffdd ")
+    assert seam.text is not None
+    assert seam.text.add([7], "", False).text == "\U0001f600"
+    with pytest.raises(Inexact, match="tokenizer"):
+        at([1] + [8] * 33, "a" + "d \ufffd" * 32 + "d ")
+
+
 def test_another_text_is_refused() -> None:
     for ids, text in (([1, 2], "xyz"), ([1, 2], "abcdefghijkl"), ([8], "e ")):
         with pytest.raises(Inexact, match="tokenizer"):
