@@ -16,7 +16,7 @@ from engines.seam_text import CONTEXT_TOKENS, REPLACEMENT, SeamText, Stops
 
 _CANDIDATES = 16
 _HALVES_TOKENS = 32
-"""So many ids in a row may end inside a character, each, where text without halves is looked for: a bound on the work."""
+"""So many ids in a row that end inside a character are looked through for text without halves: a bound on the work."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ class Action(Enum):
     KEEP = "keep"
     """Keep this output; the timer is running already."""
     HOLD = "hold"
-    """Keep this output (if it is one), and wait for the prefill's answer as long as `failover/hold.py` says: one of
+    """Keep this output (if it is one), and wait for the prefill's answer, for a bounded time: one of
     `finish_reason abort` tells that the decode is about to stream from incomplete KV."""
     WAIT_GRACE = "wait_grace"
     """Start the LOSS_GRACE_S timer."""

@@ -15,7 +15,6 @@ from engines.sse_frames import EventKind
 from engines.types import FailureKind, Leg, Outcome, Stage
 from failover import phase as table
 from failover.deadlines import KNOWN_GAPS, Deadline, silence_text
-from failover.hold import FIRST_HOLD_S
 from failover.machine import breaks
 from failover.phase import Action, Event, Phase
 from failover.retry import blamed
@@ -53,9 +52,6 @@ class Observer(Protocol):
 
     def progress(self, leg: Leg, now_s: float) -> None:
         """Something good came from a leg."""
-
-    def prefill_lagged(self, lag_s: float) -> None:
-        """The prefill of a stream answered so long after its decode's first output; 0 where it was first."""
 
     def noted(self, outcome: Outcome) -> None:
         """A leg failed; `outcome` has its stage."""
@@ -98,11 +94,9 @@ class _Progress:
 
     phase: Phase
     silent_since_s: float
-    hold_s: float
     limit_s: float | None = None
     largest_gap_s: float = 0.0
     gaps: int = 0
-    first_output_s: float | None = None
     timer_s: float | None = None
     timer_event: Event = Event.HOLD_PASSED
     late_s: float | None = None
@@ -119,18 +113,17 @@ async def follow(
     observer: Observer,
     limits: DeadlineConfig,
     deadline_s: float,
-    hold_s: float = FIRST_HOLD_S,
     patience: Patience | None = None,
 ) -> None:
     """See an attempt through; returns when its whole answer is in the sink.
 
-    `hold_s`: how long the first output may wait for the prefill's answer. Without `patience` silence may last as long
-    as `limits` says, else as long as that says.
+    The first output waits for the prefill's answer, at most `limits.hold_s`. Without `patience` silence may last as
+    long as `limits` says, else as long as that says.
     Raises AttemptFailed. Leaves open legs open: the caller lets go of them, also when this is cancelled.
     """
     clock = asyncio.get_running_loop().time
     patience = patience or FixedPatience(limits)
-    progress = _Progress(Phase.DISPATCHED, clock(), hold_s)
+    progress = _Progress(Phase.DISPATCHED, clock())
     while progress.phase is not Phase.DONE:
         due_s, due_event = _next_due(progress, run.attempt.stream, patience, deadline_s)
         try:
@@ -145,7 +138,7 @@ async def follow(
         event = due_event if happened is None else _event_of(happened, progress)
         before = progress.phase
         progress.phase, action = table.step(before, event, needs_prefill=run.needs_prefill_answer)
-        await _act(action, before, happened, run, sink, observer, progress, clock())
+        await _act(action, before, happened, run, sink, observer, progress, limits.hold_s, clock())
         if progress.phase is Phase.FAILED:
             raise _failed(action, before, run, observer, progress, patience, clock() >= deadline_s)
 
@@ -206,6 +199,7 @@ async def _act(
     sink: Sink,
     observer: Observer,
     progress: _Progress,
+    hold_s: float,
     now_s: float,
 ) -> None:
     if isinstance(happened, LegFailed):
@@ -214,12 +208,8 @@ async def _act(
         observer.noted(outcome)
     if isinstance(happened, LegAnswer):
         observer.progress(happened.leg, now_s)
-        if happened.leg is Leg.PREFILL and run.attempt.stream:
-            observer.prefill_lagged(0.0 if progress.first_output_s is None else now_s - progress.first_output_s)
     if isinstance(happened, LegOutput):
-        if progress.first_output_s is None:
-            progress.first_output_s = now_s
-        elif before is Phase.STREAMING:
+        if before is Phase.STREAMING:
             progress.gaps += 1
             progress.largest_gap_s = max(progress.largest_gap_s, now_s - progress.silent_since_s)
             if progress.gaps == KNOWN_GAPS:
@@ -229,7 +219,7 @@ async def _act(
         progress.kept_bytes += sum(len(frame) for _, frame in happened.frames)
     match action:
         case Action.HOLD:
-            progress.timer_s, progress.timer_event = now_s + progress.hold_s, Event.HOLD_PASSED
+            progress.timer_s, progress.timer_event = now_s + hold_s, Event.HOLD_PASSED
         case Action.WAIT_GRACE:
             progress.timer_s, progress.timer_event = now_s + table.LOSS_GRACE_S, Event.GRACE_PASSED
         case Action.HAND_OVER:

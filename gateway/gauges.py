@@ -91,9 +91,6 @@ def gauges(gw: Gateway) -> Iterator[Gauge]:
     for (side, engine_id), error in decider.learned.errors().items():
         labels = {"engine": str(engine_id), "side": side}
         yield "pdgate_prediction_error_ratio", "Mean relative error of predicted times", labels, error
-    for engine_id, hold_s in decider.learned.holds_s().items():
-        labels = {"engine": str(engine_id)}
-        yield "pdgate_hold_seconds", "How long a first output waits for this prefill's answer", labels, hold_s
 
 
 def _ownership_gauges(status: StoreStatus) -> Iterator[Gauge]:

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 
 from engines.timing import DecodeTiming, EngineProfile, PrefillTiming, decode_step_s, prefill_s
 from engines.types import EngineId
-from failover import hold
 from routing import estimator
 from routing.estimator import Quantile, Ratio
 
@@ -27,7 +26,6 @@ class Learned:
         self.version = 0
         self._prefill: dict[EngineId, Ratio] = {}
         self._decode: dict[EngineId, Ratio] = {}
-        self._lags: dict[EngineId, hold.Lag] = {}
         self._bytes_per_token: OrderedDict[str, Ratio] = OrderedDict()
         self._output: OrderedDict[str, Quantile] = OrderedDict()
 
@@ -71,18 +69,6 @@ class Learned:
         self._decode[engine_id] = estimator.observe_time(state, predicted_s, step_s)
         self.version += 1
 
-    def hold_s(self, engine_id: EngineId) -> float:
-        """How long a decode's first output waits for this prefill's answer."""
-        return hold.hold_s(self._lags.get(engine_id, hold.Lag()))
-
-    def holds_s(self) -> dict[EngineId, float]:
-        """The same, of all prefills that were seen to answer."""
-        return {engine_id: hold.hold_s(lag) for engine_id, lag in self._lags.items()}
-
-    def saw_lag(self, engine_id: EngineId, lag_s: float) -> None:
-        """A prefill answered so long after its decode's first output; 0 where it was first."""
-        self._lags[engine_id] = hold.observe_lag(self._lags.get(engine_id, hold.Lag()), lag_s)
-
     def saw_prompt(self, model: str, prompt_bytes: int, prompt_tokens: int) -> None:
         state = self._bytes_per_token.get(model, estimator.BYTES_PER_TOKEN)
         self._bytes_per_token[model] = estimator.observe_prompt(state, prompt_bytes, prompt_tokens)
@@ -98,7 +84,6 @@ class Learned:
         """The server restarted, perhaps as another build: its timings are learned anew."""
         self._prefill.pop(engine_id, None)
         self._decode.pop(engine_id, None)
-        self._lags.pop(engine_id, None)
 
     def errors(self) -> dict[tuple[str, EngineId], float]:
         """Mean relative error of the predictions, by ("prefill" | "decode", engine)."""

@@ -287,9 +287,8 @@ async def _attempt(
         run = PairRun(attempt, gw.strategy, gw.upstream, partial(gw.monitor.leg_failed, pair=decision.pair))
         run.start()
         try:
-            hold_s = gw.decider.learned.hold_s(decision.prefill.engine_id)
             patience = _patience(gw, story, decision, run)
-            await follow(run, course, observer, gw.config.deadlines, story.deadline_s, hold_s, patience)
+            await follow(run, course, observer, gw.config.deadlines, story.deadline_s, patience)
             whole = True
         except StreamOver:  # its engine is told to stop
             pass

@@ -34,6 +34,8 @@ class DeadlineConfig:
     """Well below the 300 s after which SGLang itself gives up a half-joined pair."""
     first_output_floor_s: float = 5.0
     """A kernel compiled for a new shape, or a pair that meets for the first time, takes seconds."""
+    hold_s: float = 1.0
+    """A prefill says that all is well a turn of its scheduler after its KV is there: as long as a chunk may take."""
     stall_s: float = 60.0
     stall_floor_s: float = 3.0
     """A garbage collection, or a step over a batch full of new requests, takes up to a second."""
@@ -70,6 +72,13 @@ def add_limit_arguments(limits: Any) -> None:
         deadlines.first_output_floor_s,
         "what a pair may always take to its first output; beyond it, a multiple of what was predicted",
     )
+    add(
+        limits,
+        "--first-token-hold-secs",
+        seconds_or_0,
+        deadlines.hold_s,
+        "longest wait of a first output for the word of its prefill that its KV was whole",
+    )
     add(limits, "--stall-timeout-secs", seconds, deadlines.stall_s, "longest pause within a stream")
     add(
         limits,
@@ -100,6 +109,7 @@ def deadline_config(args: argparse.Namespace) -> DeadlineConfig:
         request_s=args.request_timeout_secs,
         first_output_s=args.first_token_timeout_secs,
         first_output_floor_s=args.first_token_floor_secs,
+        hold_s=args.first_token_hold_secs,
         stall_s=args.stall_timeout_secs,
         stall_floor_s=args.stall_floor_secs,
         shutdown_grace_s=args.shutdown_grace_period_secs,

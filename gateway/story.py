@@ -74,9 +74,6 @@ class AttemptObserver:
         if self._gw.decider.trials.passed(engine_id, self._decision.rid):
             self._gw.monitor.proved(engine_id)
 
-    def prefill_lagged(self, lag_s: float) -> None:
-        self._gw.decider.learned.saw_lag(self._decision.prefill.engine_id, lag_s)
-
     def noted(self, outcome: Outcome) -> None:
         self._note.note(outcome)
         if self._trial is not None and may_be_a_death(outcome):

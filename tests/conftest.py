@@ -5,8 +5,8 @@ import gc
 import pytest
 from hypothesis import settings
 
-# How long an example takes is the machine's to say. `make test` tries the same few examples each time; `make test-long` looks
-# for new ones with `--hypothesis-profile many`.
+# How long an example takes is the machine's to say. `make test` tries the same few examples each time, `make test-long`
+# looks for new ones with `--hypothesis-profile many`.
 settings.register_profile("few", deadline=None, max_examples=40, derandomize=True)
 settings.register_profile("many", deadline=None, max_examples=1_000)
 settings.load_profile("few")

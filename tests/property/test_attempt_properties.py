@@ -13,14 +13,14 @@ from engines.pair import Frames, LegAnswer, LegEvent, LegFailed, LegOutput
 from engines.sse_frames import EventKind
 from engines.types import FailureKind, Leg, Outcome, Stage
 from failover.deadlines import Deadline
-from failover.hold import FIRST_HOLD_S as HOLD_S
 from failover.phase import LOSS_GRACE_S
 from gateway.attempt import AttemptFailed, follow
 from gateway.config import DeadlineConfig
 from gateway.patience import FixedPatience, Patience
 from tests.fakes import attempt, now_s, timeless
 
-LIMITS = DeadlineConfig(first_output_s=1.0, stall_s=0.5)
+HOLD_S = 0.02
+LIMITS = DeadlineConfig(first_output_s=1.0, hold_s=HOLD_S, stall_s=0.5)
 PATIENT = DeadlineConfig(first_output_s=10.0, stall_s=10.0)
 DEADLINE_S = 3.0
 ENDS = ("answered", "failed", "broke", "nothing")
@@ -120,9 +120,6 @@ class Seen:
 
     def progress(self, leg: Leg, now_s: float) -> None: ...
 
-    def prefill_lagged(self, lag_s: float) -> None:
-        assert lag_s >= 0
-
     def noted_(self, outcome: Outcome) -> None:
         self.noted.append(outcome)
 
@@ -134,7 +131,6 @@ class Observer:
         self.handed_over = seen.handed_over_
         self.first_output = seen.first_output
         self.progress = seen.progress
-        self.prefill_lagged = seen.prefill_lagged
         self.noted = seen.noted_
 
 

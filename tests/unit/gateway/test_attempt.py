@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,14 +13,14 @@ from engines.pair import Frames, LegAnswer, LegEvent, LegFailed, LegOutput
 from engines.sse_frames import EventKind
 from engines.types import FailureKind, Leg, Outcome, Stage
 from failover.deadlines import KNOWN_GAPS, Deadline
-from failover.hold import FIRST_HOLD_S as HOLD_S
 from failover.phase import LOSS_GRACE_S
 from gateway.attempt import CLIENT_PATIENCE_S, READING_S, AttemptFailed, follow
 from gateway.config import DeadlineConfig
 from gateway.patience import FixedPatience, Patience
 from tests.fakes import attempt, now_s, timeless
 
-LIMITS = DeadlineConfig(request_s=100.0, first_output_s=5.0, stall_s=2.0)
+HOLD_S = 0.02
+LIMITS = DeadlineConfig(request_s=100.0, first_output_s=5.0, hold_s=HOLD_S, stall_s=2.0)
 P_DONE = LegAnswer(Leg.PREFILL, b"kv")
 D_DONE = LegAnswer(Leg.DECODE, b"whole")
 
@@ -77,7 +78,6 @@ class Told:
         self.outcomes: list[Outcome] = []
         self.prefill_answers: list[bytes | None] = []
         self.signs: list[Leg] = []
-        self.lags_s: list[float] = []
 
     def _say(self, what: str) -> None:
         self.log.append((round(now_s() - self._run.begun_s, 6), what))
@@ -103,9 +103,6 @@ class Told:
     def progress(self, leg: Leg, now_s: float) -> None:
         self.signs.append(leg)
 
-    def prefill_lagged(self, lag_s: float) -> None:
-        self.lags_s.append(round(lag_s, 6))
-
     def noted(self, outcome: Outcome) -> None:
         self._say(f"{outcome.leg} {outcome.kind} {outcome.stage}")
         self.outcomes.append(outcome)
@@ -118,7 +115,6 @@ async def see(
     within_s: float = 100.0,
     slow_s: float = 0.0,
     needs_prefill: bool = False,
-    hold_s: float = HOLD_S,
     patience: Patience | None = None,
 ) -> tuple[Told, AttemptFailed | None, float]:
     """What was told, how it failed, and after how long."""
@@ -126,7 +122,7 @@ async def see(
     told = Told(run, slow_s)
     error = None
     try:
-        await follow(run, told, told, limits, run.begun_s + within_s, hold_s, patience)  # type: ignore[arg-type]
+        await follow(run, told, told, limits, run.begun_s + within_s, patience)  # type: ignore[arg-type]
     except AttemptFailed as caught:
         error = caught
     return told, error, round(now_s() - run.begun_s, 6)
@@ -177,27 +173,10 @@ async def test_first_output_waits_no_longer_than_the_hold() -> None:
 
 @timeless
 async def test_the_hold_is_as_long_as_it_is_said_to_be() -> None:
-    told, _, _ = await see((0.1, out("a")), (0.13, P_DONE), (0.6, D_DONE), hold_s=0.05)
+    told, _, _ = await see((0.1, out("a")), (0.13, P_DONE), (0.6, D_DONE), limits=replace(LIMITS, hold_s=0.05))
     assert told.log[0][0] == 0.13
-    told, _, _ = await see((0.1, out("a")), (0.13, P_DONE), (0.6, D_DONE), hold_s=0.01)
+    told, _, _ = await see((0.1, out("a")), (0.13, P_DONE), (0.6, D_DONE), limits=replace(LIMITS, hold_s=0.01))
     assert told.log[0][0] == 0.11
-
-
-@timeless
-@pytest.mark.parametrize(
-    ("prefill_s", "lag_s"), [(0.05, 0.0), (0.11, 0.01), (0.5, 0.4)], ids=["first", "in time", "late"]
-)
-async def test_how_late_a_prefill_was_is_told(prefill_s: float, lag_s: float) -> None:
-    script = sorted([(0.1, out("a")), (prefill_s, P_DONE), (0.2, out("b")), (0.6, D_DONE)], key=lambda each: each[0])
-    told, _, _ = await see(*script)
-    assert told.lags_s == [lag_s]
-
-
-@timeless
-async def test_of_whole_answers_no_lag_is_told() -> None:
-    """Their first output is not seen."""
-    told, _, _ = await see((0.1, P_DONE), (0.5, D_DONE), stream=False)
-    assert told.lags_s == []
 
 
 @timeless
@@ -631,7 +610,7 @@ async def stand_still(from_s: float, for_s: float, *unread: LegEvent, **how: Any
 
     loop.call_later(from_s, freeze)
     try:
-        await follow(run, told, told, LIMITS, run.begun_s + 100.0, HOLD_S)  # type: ignore[arg-type]
+        await follow(run, told, told, LIMITS, run.begun_s + 100.0)  # type: ignore[arg-type]
     except AttemptFailed as caught:
         error = caught
     return told, error

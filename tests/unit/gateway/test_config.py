@@ -102,6 +102,7 @@ def test_many_servers_keep_their_order() -> None:
         ("--request-timeout-secs 9", "deadlines.request_s", 9),
         ("--first-token-timeout-secs 9", "deadlines.first_output_s", 9),
         ("--first-token-floor-secs 9", "deadlines.first_output_floor_s", 9),
+        ("--first-token-hold-secs 0", "deadlines.hold_s", 0),
         ("--stall-timeout-secs 9", "deadlines.stall_s", 9),
         ("--stall-floor-secs 0.5", "deadlines.stall_floor_s", 0.5),
         ("--shutdown-grace-period-secs 0", "deadlines.shutdown_grace_s", 0),

@@ -107,15 +107,3 @@ def test_models_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         learned.saw_prompt(f"m{number}", 200, 100)
         learned.saw_output(f"m{number}", 5)
     assert list(learned._bytes_per_token) == list(learned._output) == ["m7", "m8", "m9"]
-
-
-def test_the_hold_is_each_prefills_own_and_forgotten_with_it() -> None:
-    learned = Learned(TINY)
-    first_s = learned.hold_s(P)
-    assert learned.holds_s() == {}
-    for _ in range(200):
-        learned.saw_lag(P, 0.0)
-    assert learned.hold_s(P) < first_s
-    assert learned.holds_s() == {P: learned.hold_s(P)}
-    learned.forget_engine(P)
-    assert learned.hold_s(P) == first_s
