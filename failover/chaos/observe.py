@@ -51,6 +51,7 @@ class Observer:
         self._unfinished: dict[int, Answer] = {}
         """Of which an attempt had not ended when it was asked about."""
         self._asking: set[asyncio.Task[None]] = set()
+        self._closed = False
         self._turns = asyncio.Semaphore(_ASKED_AT_ONCE)
         self._unexplained: dict[int, Answer] = {}
         """Of which no gateway could be asked, or it knew nothing."""
@@ -170,10 +171,17 @@ class Observer:
         return tuple(Death(each.name, at_s - zero_s) for each in self._world.of("gateway") for at_s in each.deaths_s)
 
     async def close(self) -> None:
-        for asking in tuple(self._asking):
-            await tasks.stop(asking)
+        """Ask nothing any more: the gateways go next."""
+        self._closed = True
+        asking = tuple(self._asking)
+        for each in asking:  # all at once: who is told to hurry may not get to the second
+            each.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
 
     def _ask(self, work: Coroutine[Any, Any, None]) -> None:
+        if self._closed:
+            work.close()
+            return
         asking = tasks.spawn(work, "chaos-explain")
         self._asking.add(asking)
         asking.add_done_callback(self._asking.discard)

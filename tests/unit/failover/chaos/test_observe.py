@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 
+from engines import tasks
 from engines.emulator.draw import MODEL_DEFAULTS
 from engines.emulator.tokens import decode, encode, render_chat
 from engines.sglang_wire import RoomMaker
@@ -309,6 +310,21 @@ async def test_attempts_are_asked_for_when_an_answer_is_over_and_again_where_one
     assert [attempt.ended_s for attempt in read.choices[0].attempts] == [1.5, 1.9]
     assert world.asked == [answer.rid] * 2
     assert (seen.untold, seen.unexplained) == (0, 0)
+
+
+async def test_who_is_closed_asks_nothing_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = FakeWorld()
+    seen, answer = observer(world), chat_answer([])
+    answer.read.clear()
+    answer.ended, answer.left = False, True
+    seen.ended(answer)
+    await _rest()
+    closing = asyncio.ensure_future(seen.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    seen.ended(chat_answer(ids_of(CHATTED, TOKENS)))
+    await _rest()
+    assert (world.asked, tasks.running()) == ([], ())
 
 
 async def test_one_that_leaves_is_asked_about_later(monkeypatch: pytest.MonkeyPatch) -> None:
