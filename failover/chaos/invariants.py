@@ -229,7 +229,7 @@ def _at_most(run: Run, how: Outcome, bound: float) -> Finding:
 
 def recovery(run: Run) -> Finding:
     """No stream that goes on after a fault has paused for longer than the scenario allows."""
-    bound_s = run.record.scenario.expect.recovery_s
+    bound_s = run.record.scenario.expect.recovery_s[run.record.long]
     longest_s = max((each.length_s for each in run.pauses), default=0.0)
     wrong = []
     for pause in run.pauses:

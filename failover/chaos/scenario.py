@@ -103,7 +103,8 @@ class Expectations:
     """The bounds that are this scenario's own; the invariants that always hold are not named here.
 
     `refused_ratio`, `broken_ratio`: how many requests may be refused, or end with an error after their beginning.
-    `settle_s`: all KV is back so long after the load. `recovery_s`: the longest pause of a stream that goes on.
+    `settle_s`: all KV is back so long after the load. `recovery_s`: the longest pause of a stream that goes on, one
+    number or `[short, long]`.
     `attempts_ratio`: attempts per request, at most. `deaths`: engines that may die beyond those that faults kill.
     `reaped_s`: what a gateway had on engines is released so long after its death. `released_s`: what any attempt had
     there is, so long after its end, and that before its connections are closed, after 5 s. `errors`: codes of errors
@@ -113,7 +114,7 @@ class Expectations:
     refused_ratio: float = 0.0
     broken_ratio: float = 0.0
     settle_s: float = 15.0
-    recovery_s: float = 10.0
+    recovery_s: Form = (10.0, 10.0)
     attempts_ratio: float = 3.0
     deaths: int = 0
     reaped_s: float = 10.0 + LEASE_S

@@ -197,7 +197,7 @@ def test_each_says_what_it_holds_in_a_sentence(rule: Any) -> None:
         ("settled", {"settle_s": 0.2}, record()),
         ("refused", {"refused_ratio": 0.5}, record(WHOLE, REFUSED)),
         ("broken", {"broken_ratio": 0.5}, record(WHOLE, BROKEN)),
-        ("recovery", {"recovery_s": PAUSE_S}, record(late(RESUMED, 11))),
+        ("recovery", {"recovery_s": (PAUSE_S, PAUSE_S)}, record(late(RESUMED, 11))),
         ("attempts", {"attempts_ratio": 1.5}, record()),
         ("dead_gateways_attempts_released", {"reaped_s": 14.0}, orphaned(15.0)),
         ("deaths", {"deaths": 1}, replace(record(), marks=(*record().marks, *DIED))),
@@ -208,9 +208,20 @@ def test_what_is_at_its_bound_holds_and_what_is_above_does_not(
     name: str, bounds: dict[str, Any], at_its_bound: Record
 ) -> None:
     assert verdicts(replace(at_its_bound, scenario=expecting(**bounds)))[name].held
-    tight = {bound: value - 1 if isinstance(value, int) else value - 0.1 for bound, value in bounds.items()}
+    tight = {bound: _tighter(value) for bound, value in bounds.items()}
     found = verdicts(replace(at_its_bound, scenario=expecting(**tight)))[name]
     assert not found.held
+
+
+def _tighter(bound: Any) -> Any:
+    if isinstance(bound, tuple):
+        return tuple(map(_tighter, bound))
+    return bound - 1 if isinstance(bound, int) else bound - 0.1
+
+
+def test_the_long_form_has_a_bound_of_its_own() -> None:
+    paused = replace(record(late(RESUMED, 11)), scenario=expecting(recovery_s=(PAUSE_S - 0.1, PAUSE_S)))
+    assert [verdicts(replace(paused, long=long))["recovery"].held for long in (False, True)] == [False, True]
 
 
 def test_a_run_in_which_nothing_was_asked_proves_nothing() -> None:
