@@ -33,7 +33,7 @@ from gateway.engine_kinds import EngineKinds
 from gateway.engine_tokens import EngineTokens
 from gateway.explain import ExplainRing
 from gateway.gauges import gauges
-from gateway.http_server import listen, make_runner
+from gateway.http_server import listen, make_runner, unheard
 from gateway.join_probe import JoinProbe
 from gateway.kv_engine_feed import Hashing
 from gateway.kv_feed import KvFeed
@@ -65,7 +65,10 @@ _LAST_WORDS_S = 6.0
 _TURNS_TO_ACCEPT = 3
 """At shutdown, of the loop: what has connected by then is taken, as the kernel breaks what waits on a closed port."""
 _LAST_ARRIVALS_S = 0.2
-"""At shutdown, how long what has connected may take to ask: a connection that closes unread loses a request."""
+"""At shutdown, how long a connection that was used before may take to ask again: one that closes unread loses that."""
+_FIRST_ARRIVALS_S = 2.0
+"""At shutdown, how long who has connected and never asked may take: that is mostly a request on its way."""
+_LOOK_S = 0.05
 _LAST_RELEASES_S = 6.0
 """At shutdown, how long abandoned attempts may take to be released: the five seconds of aborts, and one."""
 
@@ -295,7 +298,7 @@ async def _drain(gw: Gateway, runner: web.AppRunner, hurry: asyncio.Event, grace
         await asyncio.sleep(0)
     for site in tuple(runner.sites):
         await site.stop()
-    await asyncio.sleep(_LAST_ARRIVALS_S)
+    await _last_arrivals(runner)
     _log.info(
         "stopping: no new connections, waiting for %d requests; at most %g s, or until a second signal",
         len(gw.live),
@@ -307,6 +310,17 @@ async def _drain(gw: Gateway, runner: web.AppRunner, hurry: asyncio.Event, grace
         task.cancel()
     if ended := gw.live.shut_down():
         _log.warning("%d requests were ended with an error, as they had not ended in time", ended)
+
+
+async def _last_arrivals(runner: web.AppRunner) -> None:
+    """Who has connected is heard."""
+    clock = asyncio.get_running_loop().time
+    until_s = clock() + _FIRST_ARRIVALS_S
+    await asyncio.sleep(_LAST_ARRIVALS_S)
+    while unheard(runner):
+        if clock() >= until_s:
+            return
+        await asyncio.sleep(_LOOK_S)
 
 
 def _announce(config: Config, port: int, ownership: str) -> None:

@@ -1,4 +1,4 @@
-"""A pair for the next attempt of a request that has failed, where all its servers were lost a moment ago. Glue.
+"""Waiting for servers of which a moment will tell: after a start, and after all connections broke at once. Glue.
 
 A network that breaks all connections at once makes every server suspected or broken until it was looked at, which takes
 milliseconds: who would be told by then that there is no pair waits for that.
@@ -19,6 +19,16 @@ COMEBACK_S = 2.0
 _LOOK_AGAIN_S = 0.05
 _LOOKED_AT = (Health.SUSPECTED, Health.BROKEN)
 """What a good probe ends."""
+
+
+async def first_look(gw: Gateway) -> None:
+    """Wait until a model is known, where servers were not looked at yet: who names none is served by the first."""
+    clock = asyncio.get_running_loop().time
+    until_s = clock() + COMEBACK_S
+    while not gw.fleet.models() and clock() < until_s:
+        if all(each.health is not Health.UNKNOWN for each in gw.fleet.snapshot().engines):
+            return
+        await asyncio.sleep(_LOOK_AGAIN_S)
 
 
 async def submit_again(gw: Gateway, view: RequestView, pinned: EngineId | None = None) -> Decision:

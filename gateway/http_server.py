@@ -85,6 +85,12 @@ async def listen(runner: web.AppRunner, host: str, port: int) -> int:
     return int(runner.addresses[0][1])
 
 
+def unheard(runner: web.AppRunner) -> int:
+    """Connections that were accepted and have not asked for anything yet."""
+    connections = () if runner.server is None else runner.server.connections
+    return sum(getattr(each, "_request_count", 1) == 0 for each in connections)
+
+
 def _is_ours(record: logging.LogRecord) -> bool:
     """Whether a log record of aiohttp's server is of a fault of ours: what a client got wrong is no error here."""
     error = record.exc_info[1] if record.exc_info else None

@@ -27,7 +27,7 @@ from failover.turns import Turn
 from gateway import openai_api
 from gateway.admission import admit, fingerprint
 from gateway.attempt import AttemptFailed, follow
-from gateway.comeback import submit_again
+from gateway.comeback import first_look, submit_again
 from gateway.context import Gateway
 from gateway.continuation import broken_off, closed, go_on
 from gateway.course import Course, StreamOver
@@ -72,6 +72,7 @@ async def handle(gw: Gateway, arrival: Arrival, client: Client) -> None:
         request = openai_api.parse(arrival.api, arrival.body)
         if gw.replicas is not None:
             await gw.replicas.sure()
+        await first_look(gw)
         units = admit(gw, request)
         reply = Reply(client, request, public_id, int(gw.wall_clock_s()))
         record.model = request.model or next(iter(gw.fleet.models()), "")

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from engines.types import EngineId, FleetSnapshot, Health
-from gateway.comeback import COMEBACK_S, submit_again
+from gateway.comeback import COMEBACK_S, first_look, submit_again
 from gateway.context import Gateway
 from gateway.decider import Decision
 from gateway.errors import GatewayError, no_pair, overloaded
@@ -65,3 +65,26 @@ async def test_nobody_waits_for_what_does_not_come_back() -> None:
     decode = view("d0")
     assert await refused_after_s(World(no_pair("none")), decode.engine_id) == 0.0, "it has failed this request"
     assert await refused_after_s(World(overloaded("full", retry_after_s=1.0))) == 0.0, "there are pairs"
+
+
+@timeless
+@pytest.mark.parametrize(
+    ("health", "known_after_s", "waits_s"),
+    [
+        (Health.UNKNOWN, 0.5, 0.5),
+        (Health.UNKNOWN, 1e9, COMEBACK_S),
+        (Health.BROKEN, 1e9, 0.0),
+        (Health.READY, 0.0, 0.0),
+    ],
+    ids=["looked at soon", "never looked at", "looked at, and none is there", "known"],
+)
+async def test_a_model_is_waited_for_while_servers_were_not_looked_at(
+    health: Health, known_after_s: float, waits_s: float
+) -> None:
+    began_s = now_s()
+    engines = (replace(view("d0"), health=health),)
+    fleet = SimpleNamespace(
+        models=lambda: ("m",) if now_s() >= began_s + known_after_s else (), snapshot=lambda: FleetSnapshot(1, engines)
+    )
+    await first_look(cast("Gateway", SimpleNamespace(fleet=fleet)))
+    assert now_s() - began_s == pytest.approx(waits_s, abs=0.06)
