@@ -20,11 +20,16 @@ _AGAIN_S = 0.5
 
 
 class FaultPlay:
-    """`end` lifts it, however far it has come; `became` is then what became of it."""
+    """`end` lifts it, however far it has come; `became` is then what became of it.
 
-    def __init__(self, world: RunWorld, planned: Planned) -> None:
+    `before`: the one of the same kind on the same target. On a slow machine it may last beyond this one's moment, and
+    two at once would undo each other: this one waits.
+    """
+
+    def __init__(self, world: RunWorld, planned: Planned, before: FaultPlay | None = None) -> None:
         self.planned = planned
-        self._world = world
+        self._world, self._before = world, before
+        self._lifted = asyncio.Event()
         self._fault: Fault | None = None
         self._applied_s: float | None = None
         self._lifted_s: float | None = None
@@ -41,6 +46,10 @@ class FaultPlay:
         self._over.set()
         if self._task is not None:
             await self._task
+
+    async def over(self) -> None:
+        """Wait until it is lifted, or given up."""
+        await self._lifted.wait()
 
     async def stop(self) -> None:
         """Drop it as it is."""
@@ -66,6 +75,7 @@ class FaultPlay:
                 self._note = f"no request had come to {self.planned.phase} when the load ended"
             await self._lift()
         finally:
+            self._lifted.set()
             await tasks.stop(playing)
             await tasks.stop(over)
 
@@ -74,6 +84,8 @@ class FaultPlay:
         planned = self.planned
         try:
             await asyncio.sleep(planned.at_s - self._world.now_s())
+            if self._before is not None:
+                await self._before.over()
             kind = FAULTS[planned.fault]
             self._fault = kind(self._world, planned.target, {**kind.params, **planned.params})
             await self._apply(self._fault)

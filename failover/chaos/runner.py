@@ -71,7 +71,7 @@ class Run:
         self._world, self._eyes, self._manners = world, eyes, manners
         self._scenario, self._planned, self._asked = scenario, planned, asked
         self._tell, self._stop = tell, stop
-        self._faults = [FaultPlay(world, fault) for fault in planned]
+        self._faults = plays(world, planned)
 
     async def carry_out(self, seed: int, long: bool) -> Record:
         """Everything from the start of the load to the record."""
@@ -153,6 +153,16 @@ class Run:
 
     def _say(self, words: str) -> None:
         self._tell(f"{self._world.now_s():.0f} s: {words}")
+
+
+def plays(world: RunWorld, planned: Sequence[Planned]) -> list[FaultPlay]:
+    """What plays each fault, in the order of `planned`; each knows the one of its kind before it on its target."""
+    made: list[FaultPlay] = []
+    last: dict[tuple[str, str], FaultPlay] = {}
+    for each in planned:
+        made.append(FaultPlay(world, each, last.get((each.fault, each.target))))
+        last[each.fault, each.target] = made[-1]
+    return made
 
 
 def clients() -> aiohttp.ClientSession:

@@ -12,7 +12,9 @@ from failover.chaos import fault_play
 from failover.chaos.fault_play import FaultPlay
 from failover.chaos.faults import FAULTS
 from failover.chaos.record import Planned
+from failover.chaos.runner import plays
 from failover.chaos.world import NotAnyMore, RunWorld, Unable
+from tests.fakes import timeless
 
 
 class Clock:
@@ -55,6 +57,7 @@ def play(for_s: float | None) -> FaultPlay:
     return FaultPlay(cast("RunWorld", Clock()), Planned(0, "kill", "prefill0", 0.0, for_s))
 
 
+@timeless
 async def test_who_cannot_be_reached_is_asked_again_while_the_load_goes_on(
     stubborn: type[Stubborn], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,6 +74,7 @@ async def test_who_cannot_be_reached_is_asked_again_while_the_load_goes_on(
 
 
 @pytest.mark.parametrize(("times", "problem"), [(1, ""), (9, "it could not be lifted: prefill0 does not answer")])
+@timeless
 async def test_when_the_load_is_over_it_is_tried_once_more(
     stubborn: type[Stubborn], monkeypatch: pytest.MonkeyPatch, times: int, problem: str
 ) -> None:
@@ -84,6 +88,7 @@ async def test_when_the_load_is_over_it_is_tried_once_more(
     assert (one.became.lifted_s is None) is bool(problem)
 
 
+@timeless
 async def test_what_is_not_lifted_as_the_run_is_stopped_is_no_problem(
     stubborn: type[Stubborn], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,3 +99,42 @@ async def test_what_is_not_lifted_as_the_run_is_stopped_is_no_problem(
     await asyncio.sleep(0.02)
     await asyncio.wait_for(one.end(), 2.0)
     assert (one.became.lifted_s, one.became.problem) == (None, "")
+
+
+@timeless
+async def test_one_that_comes_again_waits_until_it_is_lifted(
+    stubborn: type[Stubborn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the same kind and on the same target: two at once would undo each other."""
+    monkeypatch.setattr(stubborn, "times", 3)
+    planned = [
+        Planned(0, "kill", "prefill0", 0.0, 0.01),
+        Planned(1, "kill", "prefill0", 0.0, None),
+        Planned(2, "kill", "prefill1", 0.0, None),
+    ]
+    first, again, other = plays(cast("RunWorld", Clock()), planned)
+    for each in (first, again, other):
+        each.begin()
+    await first.over()
+    assert again.became.applied_s is None
+    assert other.became.applied_s is not None
+    await asyncio.sleep(0.01)
+    lifted_s, applied_s = first.became.lifted_s, again.became.applied_s
+    assert lifted_s is not None
+    assert applied_s is not None
+    assert applied_s >= lifted_s
+    for each in (first, again, other):
+        await each.end()
+
+
+@timeless
+async def test_one_that_waited_in_vain_has_not_befallen() -> None:
+    first, again = plays(
+        cast("RunWorld", Clock()),
+        [Planned(0, "kill", "prefill0", 0.0, None), Planned(1, "kill", "prefill0", 0.0, None)],
+    )
+    first.begin()
+    again.begin()
+    await asyncio.sleep(0.02)
+    await asyncio.gather(first.end(), again.end())
+    assert (again.became.applied_s, again.became.lifted_s, again.became.problem) == (None, None, "")

@@ -13,6 +13,7 @@ from engines.emulator.faults import Holds
 from failover.chaos import phases
 from failover.chaos.phases import Held, reach
 from failover.chaos.world import Unable
+from tests.fakes import timeless
 
 
 class FakeEngine:
@@ -88,6 +89,7 @@ async def cancelled(task: asyncio.Task[Held]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
+@timeless
 async def test_a_request_is_held_and_the_other_engines_are_let_go(world: FakeWorld) -> None:
     task = reaching(world, "decode1", "token:5")
     await rounds()
@@ -104,6 +106,7 @@ async def test_a_request_is_held_and_the_other_engines_are_let_go(world: FakeWor
     assert world.armed() == {}
 
 
+@timeless
 async def test_a_request_that_the_target_has_no_part_in_goes_on(world: FakeWorld) -> None:
     task = reaching(world, "prefill1", "token:1")
     await rounds()
@@ -119,6 +122,7 @@ async def test_a_request_that_the_target_has_no_part_in_goes_on(world: FakeWorld
 
 
 @pytest.mark.parametrize(("target", "reached"), [("gateway0>decode0", False), ("prefill0>decode1", True)])
+@timeless
 async def test_a_link_has_a_part_in_what_both_its_ends_know(world: FakeWorld, target: str, reached: bool) -> None:
     task = reaching(world, target, "transfer")
     await rounds()
@@ -130,6 +134,7 @@ async def test_a_link_has_a_part_in_what_both_its_ends_know(world: FakeWorld, ta
 
 
 @pytest.mark.parametrize("target", ["gateway0", "redis", "client>gateway0", "gateway0>redis"])
+@timeless
 async def test_a_gateway_or_redis_has_a_part_in_every_request(world: FakeWorld, target: str) -> None:
     task = reaching(world, target, "bootstrap")
     await rounds()
@@ -137,6 +142,7 @@ async def test_a_gateway_or_redis_has_a_part_in_every_request(world: FakeWorld, 
     assert (await task).engine == "prefill1"
 
 
+@timeless
 async def test_nothing_is_left_armed_when_it_is_cancelled(world: FakeWorld) -> None:
     task = reaching(world, "decode0", "reserved")
     await rounds()
@@ -144,6 +150,7 @@ async def test_nothing_is_left_armed_when_it_is_cancelled(world: FakeWorld) -> N
     assert world.armed() == {}
 
 
+@timeless
 async def test_an_engine_that_comes_again_or_ended_its_hold_is_armed_again(world: FakeWorld) -> None:
     task = reaching(world, "decode0", "handed_over")
     await rounds()
@@ -162,6 +169,7 @@ async def test_an_engine_that_comes_again_or_ended_its_hold_is_armed_again(world
     assert (await again).pid == 201
 
 
+@timeless
 async def test_a_frozen_engine_does_not_keep_the_others(world: FakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(phases, "_ANSWER_S", 0.05)
     world.engines["decode0"].frozen = True
@@ -171,6 +179,7 @@ async def test_a_frozen_engine_does_not_keep_the_others(world: FakeWorld, monkey
     assert (await asyncio.wait_for(task, 1.0)).engine == "decode1"
 
 
+@timeless
 async def test_what_a_dead_engine_held_needs_no_release(world: FakeWorld) -> None:
     held = Held(world, "decode0", 1, 1)  # type: ignore[arg-type]
     await held.release()
@@ -178,6 +187,7 @@ async def test_what_a_dead_engine_held_needs_no_release(world: FakeWorld) -> Non
 
 
 @pytest.mark.parametrize("phase", ["", "decode_step:3", "tokens"])
+@timeless
 async def test_a_phase_that_there_is_not(world: FakeWorld, phase: str) -> None:
     with pytest.raises(Unable, match="bootstrap"):
         await reach(world, "decode0", phase)  # type: ignore[arg-type]
