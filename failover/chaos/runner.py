@@ -156,12 +156,16 @@ class Run:
 
 
 def plays(world: RunWorld, planned: Sequence[Planned]) -> list[FaultPlay]:
-    """What plays each fault, in the order of `planned`; each knows the one of its kind before it on its target."""
+    """What plays each fault, in the order of `planned`.
+
+    One that lasts for a while knows the one of its kind before it on its target; others are never lifted before the end.
+    """
     made: list[FaultPlay] = []
     last: dict[tuple[str, str], FaultPlay] = {}
     for each in planned:
         made.append(FaultPlay(world, each, last.get((each.fault, each.target))))
-        last[each.fault, each.target] = made[-1]
+        if each.for_s is not None:
+            last[each.fault, each.target] = made[-1]
     return made
 
 

@@ -129,12 +129,22 @@ async def test_one_that_comes_again_waits_until_it_is_lifted(
 
 @timeless
 async def test_one_that_waited_in_vain_has_not_befallen() -> None:
-    first, again = plays(
-        cast("RunWorld", Clock()),
-        [Planned(0, "kill", "prefill0", 0.0, None), Planned(1, "kill", "prefill0", 0.0, None)],
-    )
+    planned = [Planned(0, "kill", "prefill0", 0.0, 60.0), Planned(1, "kill", "prefill0", 0.0, 60.0)]
+    first, again = plays(cast("RunWorld", Clock()), planned)
     first.begin()
     again.begin()
     await asyncio.sleep(0.02)
     await asyncio.gather(first.end(), again.end())
     assert (again.became.applied_s, again.became.lifted_s, again.became.problem) == (None, None, "")
+
+
+@timeless
+async def test_what_is_never_lifted_may_befall_again() -> None:
+    """Such as a reset of all connections."""
+    planned = [Planned(0, "kill", "prefill0", 0.0, None), Planned(1, "kill", "prefill0", 0.0, None)]
+    made = plays(cast("RunWorld", Clock()), planned)
+    for each in made:
+        each.begin()
+    await asyncio.sleep(0.02)
+    assert all(each.became.applied_s is not None for each in made)
+    await asyncio.gather(*(each.end() for each in made))
