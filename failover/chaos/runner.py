@@ -158,7 +158,7 @@ class Run:
 def plays(world: RunWorld, planned: Sequence[Planned]) -> list[FaultPlay]:
     """What plays each fault, in the order of `planned`.
 
-    One that lasts for a while knows the one of its kind before it on its target; others are never lifted before the end.
+    One that lasts for a while knows the one of its kind before it on its target; others are not lifted before the end.
     """
     made: list[FaultPlay] = []
     last: dict[tuple[str, str], FaultPlay] = {}
