@@ -78,24 +78,29 @@ def decode(token_ids: Iterable[int], skip_special: bool = True) -> str:
 
 def chat_text(body: Mapping[str, Any]) -> str:
     """The prompt of a chat completion's body, as SGLang makes it: its rules over `render_chat`."""
-    messages, prefix = list(body["messages"]), ""
+    messages, prefix, goes_on = list(body["messages"]), "", False
     last = messages[-1] if messages else {}
     if body.get("continue_final_message") and last.get("role") == "assistant" and isinstance(last.get("content"), str):
-        prefix = messages.pop()["content"]
+        prefix, goes_on = messages.pop()["content"], True
     choice, tools = body.get("tool_choice"), body.get("tools")
     if choice == "none":
         tools = None
     elif isinstance(choice, Mapping):
         tools = [tool for tool in tools or () if tool["function"]["name"] == choice["function"]["name"]]
-    return render_chat(messages, tools) + prefix
+    return render_chat(messages, tools, goes_on=goes_on) + prefix
 
 
 def render_chat(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, add_generation_prompt: bool = True
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Any] | None = None,
+    add_generation_prompt: bool = True,
+    *,
+    goes_on: bool = False,
 ) -> str:
     """The prompt of a chat: ChatML, tools as JSON in a leading system block.
 
-    Where the assistant is asked for, one that has spoken last counts as the user: SGLang's rule.
+    Where the assistant is asked for, one that has spoken last counts as the user: SGLang's rule, unless the answer is
+    begun behind these messages (`goes_on`).
     """
     parts = []
     if tools:
@@ -104,7 +109,7 @@ def render_chat(
     for index, message in enumerate(messages):
         role, content = message["role"].lower(), message.get("content")
         is_last = index == len(messages) - 1
-        if is_last and add_generation_prompt and role == "assistant" and isinstance(content, str):
+        if is_last and add_generation_prompt and not goes_on and role == "assistant" and isinstance(content, str):
             role = "user"
         parts.append(f"<|im_start|>{role}\n{_content_text(role, content)}<|im_end|>\n")
     if add_generation_prompt:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -73,6 +73,7 @@ def test_a_text_comes_back(text: str) -> None:
     assert FILE.decode(FILE.encode(text).ids, skip_special_tokens=False) == text
 
 
+@example({"messages": [{"role": "assistant", "content": "a"}] * 2, "continue_final_message": True})
 @given(BODIES)
 def test_any_chat_has_the_same_ids(body: dict[str, Any]) -> None:
     assert OURS is not None
