@@ -85,7 +85,9 @@ class FaultPlay:
         try:
             await asyncio.sleep(planned.at_s - self._world.now_s())
             if self._before is not None:
+                self._problem = "the one before it on this target was not lifted in time"
                 await self._before.over()
+                self._problem = ""
             kind = FAULTS[planned.fault]
             self._fault = kind(self._world, planned.target, {**kind.params, **planned.params})
             await self._apply(self._fault)
