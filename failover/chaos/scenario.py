@@ -85,7 +85,8 @@ class FaultPlan:
     `target`: a name (`prefill0`, `gateway1`, `redis`, a link), one by chance of those that fit (`prefill*`,
     `gateway0>decode*`), or all of them (`all prefill`, `all gateway0>*`). It comes up to `jitter_s` after `at_s`.
     `phase`: one of STAGES, for chunks and tokens with the number of the one it follows, as in `token:5`; the fault
-    waits until a request is there. `for_s`: it is lifted after so long; None: at the end of the load.
+    waits until a request is there. `for_s`: it is lifted after so long; None: at the end of the load. One that comes
+    again waits until the one before it is lifted: leave time for a process to start.
     """
 
     fault: str
