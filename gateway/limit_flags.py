@@ -34,8 +34,9 @@ class DeadlineConfig:
     """Well below the 300 s after which SGLang itself gives up a half-joined pair."""
     first_output_floor_s: float = 5.0
     """A kernel compiled for a new shape, or a pair that meets for the first time, takes seconds."""
-    hold_s: float = 1.0
-    """A prefill says that all is well a turn of its scheduler after its KV is there: as long as a chunk may take."""
+    hold_s: float = 0.1
+    """A prefill says that all is well a turn of its scheduler after its KV is there: at once, or where it computes
+    others a chunk later. This is between: what first tokens may be late by."""
     stall_s: float = 60.0
     stall_floor_s: float = 3.0
     """A garbage collection, or a step over a batch full of new requests, takes up to a second."""

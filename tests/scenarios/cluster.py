@@ -167,7 +167,7 @@ class Cluster:
         decodes = (("--decode", self.name(server)) for server in self.decodes)
         named = [word for words in (*prefills, *decodes) for word in words]
         quiet = ("--canary-interval-secs", "0")  # no requests but a test's own, while nothing is wrong
-        patient = ("--first-token-floor-secs", "30", "--stall-floor-secs", "30")  # requests are held, and machines late
+        patient = ("--first-token-floor-secs", "30", "--stall-floor-secs", "30", "--first-token-hold-secs", "1")
         return (*named, "--profile", "tiny", "--seed", "7", "--probe-interval-secs", "0.4", *quiet, *patient, *further)
 
     # ---- life ----------------------------------------------------------------------------------------------------
