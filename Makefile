@@ -70,8 +70,9 @@ chaos-quick: $(VENV)/installed-dev
 	$(BIN)/pdgate chaos run examples/chaos --quick
 
 test: check
-	@$(BESIDE) contract chaos-quick browser
+	@$(BESIDE) contract browser
 	@$(MAKE) --no-print-directory scenarios
+	@$(MAKE) --no-print-directory chaos-quick
 
 sglang:
 	PYTHON=$(PYTHON) tests/sglang_cpu/install.sh "$(SGLANG_DIR)"
