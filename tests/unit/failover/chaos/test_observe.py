@@ -312,11 +312,17 @@ async def test_attempts_are_asked_for_when_an_answer_is_over_and_again_where_one
     assert (seen.untold, seen.unexplained) == (0, 0)
 
 
-async def test_who_is_closed_asks_nothing_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = FakeWorld()
-    seen, answer = observer(world), chat_answer([])
+def left_early() -> Answer:
+    """Of a client that has read nothing."""
+    answer = chat_answer([])
     answer.read.clear()
     answer.ended, answer.left = False, True
+    return answer
+
+
+async def test_who_is_closed_asks_nothing_any_more() -> None:
+    world = FakeWorld()
+    seen, answer = observer(world), left_early()
     seen.ended(answer)
     await _rest()
     closing = asyncio.ensure_future(seen.close())
@@ -330,9 +336,7 @@ async def test_who_is_closed_asks_nothing_any_more(monkeypatch: pytest.MonkeyPat
 async def test_one_that_leaves_is_asked_about_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(observe, "_LEFT_S", 0.1)
     world = FakeWorld()
-    seen, answer = observer(world), chat_answer([])
-    answer.read.clear()
-    answer.ended, answer.left = False, True
+    seen, answer = observer(world), left_early()
     seen.ended(answer)
     await _rest()
     assert world.asked == []
