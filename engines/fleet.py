@@ -20,6 +20,7 @@ class Fleet:
         }
         self._version = self._shape = 0
         self._snapshot: FleetSnapshot | None = None
+        self._models: tuple[str, ...] | None = None
 
     def snapshot(self) -> FleetSnapshot:
         """The fleet as it is now; the same object until something changes."""
@@ -67,14 +68,17 @@ class Fleet:
 
     def models(self) -> tuple[str, ...]:
         """The models that at least one prefill and one decode serve, in order of appearance."""
+        if self._models is not None:  # every request asks
+            return self._models
         served: dict[str, set[str]] = {}
         for view in self._views.values():
             if view.facts is not None and view.facts.model:
                 served.setdefault(view.facts.model, set()).add(view.spec.role.value)
-        return tuple(model for model, roles in served.items() if {"prefill", "decode"} <= roles)
+        self._models = tuple(model for model, roles in served.items() if {"prefill", "decode"} <= roles)
+        return self._models
 
     def _change(self, view: EngineView) -> None:
         self._views[view.engine_id] = view
         self._version += 1
         self._shape += 1
-        self._snapshot = None
+        self._snapshot = self._models = None
